@@ -41,11 +41,6 @@ class Partition(NamedTuple):
         return f"{self.topic}[{self.number}]"
 
     @property
-    def reset_command(self) -> str:
-        """The command by which an operator chooses where to go on."""
-        return f"exactly-once reset --topic {self.topic} --partition {self.number} --to-offset N"
-
-    @property
     def counts_batches(self) -> bool:
         """Whether the row of that name has batch ids of a Spark query in place of offsets."""
         return self.topic.startswith(QUERY)

@@ -19,6 +19,7 @@ import psycopg
 from exactly_once._log import about
 from exactly_once._model import QUERY, ROTATE_EVERY, Advance, Partition, Row
 from exactly_once.errors import ConfigurationError, Fenced, PartitionHalted
+from exactly_once.ledger.commands import command
 from exactly_once.ledger.conflict import Conflict, Grant, check
 from exactly_once.ledger.rows import LOCK_SECONDS, Ledger, row_missing
 from exactly_once.ledger.session import Connection, execute, last_row
@@ -82,7 +83,7 @@ class Owners:
             missing = {p: r for p, r in new.items() if p not in existing}
             for partition, given in missing.items():
                 if partition in ever_existed:
-                    raise row_missing(group_id, partition)
+                    raise row_missing(group_id, self._ledger.session.schema, partition)
                 if batch_id > 0 and given.start is not None:
                     starts = {p: r.start for p, r in missing.items() if r.start is not None}
                     raise LedgerBehindCheckpoint(
@@ -98,7 +99,7 @@ class Owners:
             rows = self._ledger.acquire(sorted(new))
             try:
                 for row in rows:  # before any of them is started
-                    _refuse_halted(group_id, row)
+                    _refuse_halted(self._ledger, row)
                 if self.starter is not None:
                     rows = [self.starter.identified(row) for row in rows]
                 # Spark chose where to start; it is written down before the first row is, and for whoever comes after.
@@ -167,7 +168,7 @@ class Owners:
             others = [Partition(topic, 0) for (topic,) in found]
             existing, ever_existed = ledger.known([row.topic])
             if ever_existed - existing:
-                raise row_missing(group_id, row)
+                raise row_missing(group_id, schema, row)
             ledger.register({row: first}, cluster_id=None, topic_ids={})
             taken = {each.partition: each for each in ledger.acquire([row, *others])}
         for other in others:
@@ -216,7 +217,7 @@ class Owners:
             logger.info("released %s partitions", len(held), extra=about("released", group=ledger.group_id))
 
     def _hold(self, row: Row) -> None:
-        _refuse_halted(self._ledger.group_id, row)
+        _refuse_halted(self._ledger, row)
         assert row.owner_token is not None
         self.held[row.partition] = grant_of(row.partition, row.owner_token, row.owner_epoch, row.topic_id)
 
@@ -237,10 +238,10 @@ def checked_rows(ledger: Ledger, held: Sequence[Advance]) -> dict[Partition, Row
     for each in held:
         row = rows.get(each.partition)
         if row is not None:
-            _refuse_halted(ledger.group_id, row)
+            _refuse_halted(ledger, row)
         verdict = check(row, Grant(each.token, each.epoch), each.expected, each.topic_id)
         if row is None:
-            raise row_missing(ledger.group_id, each.partition)
+            raise row_missing(ledger.group_id, ledger.session.schema, each.partition)
         if verdict is Conflict.REWOUND:
             raise behind(each.partition, row.next_offset, each.expected, group_id=ledger.group_id)
         if verdict not in (Conflict.OK, Conflict.AHEAD):
@@ -252,12 +253,13 @@ def checked_rows(ledger: Ledger, held: Sequence[Advance]) -> dict[Partition, Row
     return rows
 
 
-def _refuse_halted(group_id: str, row: Row) -> None:
+def _refuse_halted(ledger: Ledger, row: Row) -> None:
+    group_id, schema = ledger.group_id, ledger.session.schema
     if row.halted is None or not row.partition.counts_batches:
-        refuse_halted(group_id, row)
+        refuse_halted(group_id, schema, row)
         return
     batch_id = row.next_offset or 0
-    reset = f"exactly-once reset --group-id {group_id} --to-batch"
+    reset = command("reset", group_id, schema, "--to-batch")
     raise PartitionHalted(
         f"group {group_id!r} is halted behind batch {batch_id - 1}: {row.halted}. Look whether the rows of batch "
         f"{batch_id} are in the table. If they are there and right: {reset} {batch_id}; if they are not, or "

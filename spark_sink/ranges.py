@@ -77,7 +77,7 @@ def gone_back(partition: Partition, known: int, end: int, *, group_id: str) -> T
     return TopicRecreated(
         f"{partition} of group {group_id!r}: Spark's offsets go back from {known} to {end}, so the topic was deleted "
         "and made again. To read the new one start with a new checkpoint, after: "
-        f"exactly-once adopt --topic {partition.topic}"
+        f"exactly-once adopt --group-id {shlex.quote(group_id)} --topic {partition.topic}"
     )
 
 
@@ -93,8 +93,9 @@ def behind(
         if at_start:
             way = (
                 "Where nothing of the batches between is missing in the table: exactly-once reset --group-id "
-                f"{group_id} --to-batch {known - 1}. Else start with a new checkpoint: with startingOffsets from the "
-                "ledger; or, where it counts only batches, with another group_id and an empty table"
+                f"{shlex.quote(group_id)} --to-batch {known - 1}. Else start with a new checkpoint: with "
+                "startingOffsets from the ledger; or, where it counts only batches, with another group_id and an "
+                "empty table"
             )
         return LedgerBehindCheckpoint(
             f"group {group_id!r}: the ledger has counted batch {(next_offset or 0) - 1}, Spark goes on with batch "
@@ -103,7 +104,7 @@ def behind(
     if at_start:
         way = (
             "To read them again start the query with a new checkpoint and startingOffsets from the ledger; to leave "
-            f"them out: exactly-once reset --topic {partition.topic} --partition {partition.number} --to-offset {known}"
+            f"them out: {resets({partition: known}, {partition}, group_id=group_id)}"
         )
     return LedgerBehindCheckpoint(
         f"{partition} of group {group_id!r}: the ledger stands at offset {next_offset}, the query goes on at {known}, "

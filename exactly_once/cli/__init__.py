@@ -74,6 +74,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:
         # Whoever read our output has left.
         _discard(sys.stdout)
+        if done := getattr(args, "done", None):
+            _tell(f"exactly-once: {done}, and whoever read the output has left")
         return 141  # as shells count: 128 + SIGPIPE
     except KeyboardInterrupt:
         return 130  # as shells count: 128 + SIGINT
@@ -84,6 +86,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             text = f"the {named} needs packages that are not installed ({text}): {_DEMO_EXTRA}"
         if getattr(args, "debug", False):
             sys.stderr.write(without_secrets("".join(traceback.format_exception(error)), secrets))
+        if isinstance(error, OSError) and (done := getattr(args, "done", None)):
+            text = f"{text}: the result is not written, but {done}"
         code = CUT_SHORT if named in _RUNS else 1
         return _fail(text, code=2 if isinstance(error, UsageError) else code)
 
@@ -102,8 +106,12 @@ def _fail(message: str, code: int = 1) -> int:
         sys.stdout.flush()
     except OSError:
         _discard(sys.stdout)
+    _tell(f"exactly-once: error: {message}")
+    return code
+
+
+def _tell(line: str) -> None:
     try:
-        print(f"exactly-once: error: {message}", file=sys.stderr)
+        print(line, file=sys.stderr)
     except OSError:  # nobody reads it; the exit code tells all the same
         _discard(sys.stderr)
-    return code

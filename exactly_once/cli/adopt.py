@@ -6,6 +6,8 @@ import argparse
 from collections.abc import Iterable
 from dataclasses import replace
 
+from exactly_once.ledger.commands import command
+
 from . import options, plan
 from .problems import CommandError
 from .servers import open_database
@@ -51,7 +53,8 @@ def run(args: argparse.Namespace) -> int:
         if len(own) == len(rows):
             raise CommandError(
                 f"the rows belong to topic id {chosen.topic_id} of cluster {chosen.cluster_id} already: there is "
-                f"nothing to adopt. To move offsets: exactly-once reset --topic {chosen.topic}"
+                "nothing to adopt. To move offsets: "
+                + command("reset", chosen.group_id, session.schema, "--topic", chosen.topic)
             )
         chosen = replace(chosen, moves=[move for move in chosen.moves if move.partition.number not in own])
         rows = [move.stored for move in chosen.moves if move.stored]

@@ -26,6 +26,7 @@ from exactly_once.errors import (
     WrongThreadOrProcess,
 )
 from exactly_once.ledger import dead_letters
+from exactly_once.ledger.commands import command
 from exactly_once.ledger.dead_letters import DeadLetter
 from exactly_once.ledger.session import Session
 
@@ -77,7 +78,7 @@ def add_parser(subparsers: argparse._SubParsersAction[Any]) -> None:
             one.add_argument("--limit", type=options.positive, default=_LIST_LIMIT, help=how_many)
         elif action == "replay":
             what = "what is called with a unit, as by run()"
-            one.add_argument("--handler", required=True, metavar="MODULE:FUNCTION", help=what)
+            one.add_argument("--handler", action=options.Once, required=True, metavar="MODULE:FUNCTION", help=what)
             isolation = "of the transactions, as the consumer's isolation= (%(default)s)"
             one.add_argument("--isolation", choices=get_args(Isolation), default="READ COMMITTED", help=isolation)
         if action in ("replay", "drop"):
@@ -89,7 +90,8 @@ def run(args: argparse.Namespace) -> int:
     settings = options.settings(args)
     settings.opener()
     if args.action == "show" and not args.ids:
-        raise UsageError("name the dead letters to show by their ids; `exactly-once dead-letters list` has them")
+        listed = command("dead-letters list", settings.group_id, settings.schema)
+        raise UsageError(f"name the dead letters to show by their ids; `{listed}` has them")
     if args.action == "drop" and not (args.ids or args.topic):
         raise UsageError("name the dead letters to drop: their ids, or --topic")
     handler = Named("--handler", args.handler) if args.action == "replay" else None
@@ -106,9 +108,10 @@ def run(args: argparse.Namespace) -> int:
             limit=None if limit is None or args.ids else limit + 1,  # one more tells whether these are all
         )
         if missing := set(args.ids) - {letter.id for letter in found}:
+            listed = command("dead-letters list", settings.group_id, session.schema, "--all")
             raise CommandError(
                 f"there is no such dead letter: {', '.join(map(str, sorted(missing)))}; "
-                "`exactly-once dead-letters list --all` shows all, also those replayed or dropped"
+                f"`{listed}` shows all, also those replayed or dropped"
             )
         groups = sorted({letter.group_id for letter in found})
         if handler is not None and len(groups) > 1 and not args.ids:
@@ -128,7 +131,7 @@ def run(args: argparse.Namespace) -> int:
             settled = [dead_letters.settle(session.connection, x.id, "dropped", schema=session.schema) for x in found]
     dropped = [_document(letter) for letter in settled if letter is not None]
     note = f"{len(dropped)} of {len(found)} dropped"
-    output.show(args, {"dead_letters": dropped}, _HEADER, [], notes=[note])
+    output.show(args, {"dead_letters": dropped}, _HEADER, [], notes=[note], done=note)
     return 0
 
 
@@ -163,6 +166,7 @@ def _replay(
 ) -> int:
     replaying = Replay(session.connect, schema=session.schema, isolation=args.isolation)
     outcomes: list[dict[str, object]] = []
+    note = "0 of 0 replayed"
     try:
         for letter in found:
             outcome: dict[str, object] = {"id": letter.id, "place": letter.place}
@@ -177,12 +181,12 @@ def _replay(
                 text = " ".join(named(error).split())
                 outcome |= {"outcome": "failed again", "error": text}
             outcomes.append(outcome)
+            note = args.done = f"{sum(each['outcome'] == _REPLAYED for each in outcomes)} of {len(found)} replayed"
             if not args.json:  # at once: a replay takes as long as its handler
                 print("  ".join(output.printable(value) for value in outcome.values()))
     finally:
         replaying.close()
-    note = f"{sum(each['outcome'] == _REPLAYED for each in outcomes)} of {len(found)} replayed"
-    output.show(args, {"dead_letters": outcomes}, _HEADER, [], notes=[note])
+    output.show(args, {"dead_letters": outcomes}, _HEADER, [], notes=[note], done=note)
     return 1 if any("error" in each for each in outcomes) else 0
 
 

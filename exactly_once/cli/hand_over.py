@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from exactly_once._model import Partition
+from exactly_once.ledger.commands import reset_command
 
 from . import options, output
 from .plan import changed
@@ -61,8 +62,8 @@ def run(args: argparse.Namespace) -> int:
             )
         if halted := next((row for row in rows if row.halted), None):
             raise CommandError(
-                f"{halted.place} is halted ({halted.halted}): nobody may take it over before exactly-once reset "
-                f"--topic {halted.topic} --partition {halted.partition}"
+                f"{halted.place} is halted ({halted.halted}): nobody may take it over before "
+                + reset_command(group_id, session.schema, halted.place)
             )
         cluster = open_cluster(settings) if settings.bootstrap_servers else None
         # At offsets that the log does not have the new side would stop, or start elsewhere.

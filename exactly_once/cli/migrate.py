@@ -28,7 +28,8 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         "migrate", help="make the schema or bring it up to date", description=_DESCRIPTION, epilog=options.EPILOG
     )
     parser.add_argument("--sql", action="store_true", help="print the statements for a new schema, do nothing")
-    parser.add_argument("--role", metavar="NAME", help=f"the role that consumes (with --sql: {_ROLE})")
+    role = f"the role that consumes (with --sql: {_ROLE})"
+    parser.add_argument("--role", action=options.Once, metavar="NAME", help=role)
     options.add_common(parser)
 
 
@@ -63,5 +64,5 @@ def run(args: argparse.Namespace) -> int:
     notes = [f"schema {settings.schema} in {where}: {done}"]
     notes += [] if args.role is None else [f"role {args.role} may consume with it"]
     found = {"database": where, "schema": settings.schema, "version": schemas.VERSION, "migrations": ran}
-    output.show(args, {**found, "role": args.role}, (), (), notes=notes)
+    output.show(args, {**found, "role": args.role}, (), (), notes=notes, done=done)
     return 0

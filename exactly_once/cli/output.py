@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import shutil
 import sys
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import datetime
 from typing import Any
 
@@ -28,8 +29,13 @@ def show(
     title: Sequence[str] = (),
     give: Sequence[int] = (),
     notes: Sequence[str] = (),
+    done: str | None = None,
 ) -> None:
-    """Print ``document`` if ``--json`` was given; else title, table and notes."""
+    """Print ``document`` if ``--json`` was given; else title, table and notes.
+
+    ``done`` is what was changed: it is true also where nothing can be printed any more.
+    """
+    args.done = done or ("the change was made" if getattr(args, "execute", False) else None)
     if args.json:
         print_json(document)
         return
@@ -100,7 +106,16 @@ def print_json(document: object) -> None:
     def plain(value: Any) -> str:
         return value.isoformat() if isinstance(value, datetime) else str(value)
 
-    print(json.dumps(document, indent=2, default=plain))
+    print(json.dumps(_finite(document), indent=2, default=plain, allow_nan=False))
+
+
+def _finite(value: Any) -> Any:
+    """Write numbers that JSON does not have as texts, the way Postgres writes them: NaN, Infinity, -Infinity."""
+    if isinstance(value, Mapping):
+        return {key: _finite(each) for key, each in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_finite(each) for each in value]
+    return json.dumps(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def printable(value: object) -> str:

@@ -15,6 +15,7 @@ from exactly_once._model import Partition
 from exactly_once.errors import DatabaseUnreachable
 from exactly_once.kafka.admin import Topic
 from exactly_once.ledger import dead_letters
+from exactly_once.ledger.commands import command
 from exactly_once.ledger.dead_letters import DeadLetter
 from exactly_once.ledger.rows import LOCK_SECONDS, Ledger
 from exactly_once.ledger.session import Connection, Session, cursor_on
@@ -23,7 +24,7 @@ from exactly_once.ledger.sql import query
 from . import options, output
 from .options import Settings
 from .problems import CommandError
-from .servers import CommandCluster, Log, Stored, forget_command, open_cluster, stored_rows
+from .servers import CommandCluster, Log, Stored, open_cluster, stored_rows
 
 _HEADER = ("PARTITION", "OLD OFFSET", "", "NEW OFFSET", "LOG START", "LOG END", "NOTE")
 _NAMED = 5  # dead letters; `dead-letters list` has all
@@ -132,6 +133,7 @@ def add_targets(
         to.add_argument(option, dest="target", action="store_const", const=Target(kind), help=text)
     to.add_argument(
         "--to-offset",
+        action=options.Once,
         dest="target",
         type=lambda text: Target("offset", offset=an_offset(text)),
         metavar="N",
@@ -139,6 +141,7 @@ def add_targets(
     )
     to.add_argument(
         "--to-time",
+        action=options.Once,
         dest="target",
         type=_time,
         metavar="ISO-8601",
@@ -159,9 +162,10 @@ def make_plan(session: Session, settings: Settings, args: argparse.Namespace, *,
     cluster = open_cluster(settings) if ask_kafka else None
     found = cluster.topic(topic) if cluster else None
     if cluster and found is None:
+        forget = command("reset", group_id, settings.schema, "--topic", topic, "--forget")
         raise CommandError(
             f"there is no topic {topic!r} on {settings.bootstrap_servers}: look at --topic and the servers"
-            + (f"; if it is gone for good: {forget_command(group_id, topic, settings.schema)}" if stored else "")
+            + (f"; if it is gone for good: {forget}" if stored else "")
         )
     # Which were there before all rows of the topic were deleted: each may be made again by itself.
     _, had = (set(), set()) if stored else Ledger(session, group_id=group_id, owner_kind="consumer").known([topic])
@@ -273,8 +277,9 @@ def changed(
         # With a state the server has answered, and has rolled back; without, COMMIT may be on its way.
         if error.sqlstate is not None:
             raise
+        status = command("status", keys["group_id"], session.schema)
         raise DatabaseUnreachable(
-            f"the connection to Postgres was lost on the way: {error}; `exactly-once status` shows whether it was done"
+            f"the connection to Postgres was lost on the way: {error}; `{status}` shows whether it was done"
         ) from error
 
 

@@ -13,7 +13,8 @@ from typing import Any, NoReturn
 EXIT_CODES = """\
 exit codes:
   0    done (a dry run too)
-  1    not done: stderr has one line about why and what mends it; status --check: something needs an operator
+  1    not done, or done and the result could not be written: stderr has one line about why and what mends it; status \
+--check: something needs an operator
   2    the command line, an environment variable or the configuration file is wrong
   130  interrupted
   141  whoever read the output has left
@@ -28,11 +29,15 @@ _LEAST = 11  # characters of a line of help, which argparse has at least, too
 # By the name of the class: psycopg, which defines them, must not be imported here.
 _HINTS = {
     "InsufficientPrivilege": (
-        "`exactly-once migrate --sql --role NAME` prints the grants on the ledger; tables of your own need "
-        "GRANT INSERT, those that are changed by key SELECT, UPDATE and DELETE, too, and TEMPORARY ON DATABASE, and "
-        "making one USAGE and CREATE ON SCHEMA; with row-level security a policy must allow each row"
+        "`exactly-once migrate --sql --role NAME`, with the same --schema, prints the grants on the ledger; tables of "
+        "your own need GRANT INSERT, those that are changed by key SELECT, UPDATE and DELETE, too, and TEMPORARY ON "
+        "DATABASE, and making one USAGE and CREATE ON SCHEMA; with row-level security a policy must allow each row"
     ),
     "LockNotAvailable": "a unit of work, perhaps of a process that stands still, holds the rows: try again",
+    "ReadOnlySqlTransaction": (
+        "the server is a standby, or default_transaction_read_only is on: name the primary, or add "
+        "target_session_attrs=read-write to the connection string, which finds it among several"
+    ),
     "InvalidSchemaName": "run `exactly-once migrate`, or pass --schema",
 }
 # What the library's errors say in Python, and how the command line and the file say it.

@@ -57,9 +57,13 @@ def run(args: argparse.Namespace) -> int:
         return 0
     window = found.pop("window")
     seconds = "not agreed yet" if window["seconds"] is None else f"{window['seconds']:g} s"
-    print(f"window: {seconds}; the younger generation is {window['generation_seconds']:.0f} s old")
+    output.print_lines(f"window: {seconds}; the younger generation is {window['generation_seconds']:.0f} s old")
+    for owner in found["owners"]:  # as the table has no room for the time itself
+        del owner["started_at"]
+        owner["started"] = output.ago(owner.pop("started_seconds_ago"))
     for part, rows in found.items():
         print(f"\n{part}: {'' if rows else 'none'}".rstrip())
         if rows:
-            output.print_table([column.upper() for column in rows[0]], [list(row.values()) for row in rows])
+            texts = [n for n, value in enumerate(rows[0].values()) if isinstance(value, str)]
+            output.print_table([column.upper() for column in rows[0]], [list(row.values()) for row in rows], give=texts)
     return 0

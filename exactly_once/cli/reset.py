@@ -6,6 +6,7 @@ import argparse
 
 from exactly_once._model import QUERY
 from exactly_once.ledger import dead_letters
+from exactly_once.ledger.commands import command
 
 from . import options, output, plan
 from .options import Settings
@@ -40,6 +41,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     a_batch = options.number(int, "is not a batch: -1, 0 or more", least=-1, most=_MAX_BATCH)
     to.add_argument(
         "--to-batch",
+        action=options.Once,
         dest="target",
         type=lambda text: Target(_BATCH, offset=a_batch(text)),
         metavar="N",
@@ -79,9 +81,10 @@ def run(args: argparse.Namespace) -> int:
             for what, now in (("topic_id", chosen.topic_id), ("cluster_id", chosen.cluster_id)):
                 stored = getattr(move.stored, what, None)
                 if None not in (stored, now) and stored != now:
+                    adopt = command("adopt", chosen.group_id, session.schema, "--topic", chosen.topic)
                     raise CommandError(
                         f"{move.partition} of group {chosen.group_id!r} belongs to {what} {stored}, Kafka has {now} "
-                        f"now. If that is meant: exactly-once adopt --topic {chosen.topic} with the same --to-..."
+                        f"now. If that is meant: {adopt} with the same --to-..."
                     )
         if not args.force:
             plan.refuse_outside(chosen)
@@ -129,7 +132,8 @@ def _forget(settings: Settings, args: argparse.Namespace) -> int:
         letters = dead_letters.find(session.connection, schema=session.schema, group_id=group_id, topic=topic)
     numbers = {row.partition for row in gone}
     kept = [letter for letter in letters if letter.partition in numbers]
-    notes = [f"{len(kept)} dead letters of them stay, for `exactly-once dead-letters replay` or `drop`"] if kept else []
+    replay = command("dead-letters replay", group_id, session.schema, "--topic", topic)
+    notes = [f"{len(kept)} dead letters of them stay, for `{replay}` or `drop`"] if kept else []
     output.show(
         args,
         {

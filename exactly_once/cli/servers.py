@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import shlex
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from datetime import datetime
@@ -59,12 +58,6 @@ class Stored:
         fences = f"fences {self.owner_kind} {self.owner}" if self.owned else None
         goes_on = f"no longer halted: {self.halted}" if self.halted else None
         return "; ".join(filter(None, (fences, goes_on))) or None
-
-
-def forget_command(group_id: str, topic: str, schema: str) -> str:
-    """Return what ends the trouble with partitions that are gone for good, as a shell takes it."""
-    where = [] if schema == schemas.DEFAULT_SCHEMA else ["--schema", schema]
-    return shlex.join(["exactly-once", "reset", "--group-id", group_id, *where, "--topic", topic, "--forget"])
 
 
 class Log(NamedTuple):

@@ -56,6 +56,8 @@ def run(args: argparse.Namespace) -> int:
             if task.patterns:
                 said, extra = ", ".join(found) or "none", {"action": "topics_found"}
                 logger.info("topics that patterns find now: %s", said, extra=extra)
+            if not (task.flows or found) and (args.dry_run or task.run.until_end):
+                raise CommandError("no topic has a name that a pattern finds")
             if args.dry_run:
                 return _dry_run(args, task, [*task.flows, *found.values()])
             ready: list[Flow] = []
@@ -146,8 +148,6 @@ def _task(args: argparse.Namespace, settings: options.Settings, flows: Sequence[
 def _dry_run(args: argparse.Namespace, task: Task, flows: Sequence[Flow]) -> int:
     """Do all of it to the first messages, in a transaction that is rolled back."""
     shown: list[dict[str, Any]] = []
-    if not flows:
-        raise CommandError("no topic has a name that a pattern finds")
     for flow in flows:
         with task.open() as connection:
             connection.autocommit = False

@@ -21,6 +21,7 @@ from exactly_once._model import Partition
 from exactly_once.kafka.admin import Cluster
 from exactly_once.kafka.log import kafka_logger
 from exactly_once.kafka.settings import admin_settings
+from exactly_once.ledger.commands import command
 from exactly_once.ledger.outcome import PATIENCE_SECONDS
 from exactly_once.ledger.retry import waiting
 from exactly_once.ledger.session import Connection, cursor_on
@@ -102,14 +103,15 @@ def prepare(task: Task, flow: Flow, sent: Sequence[Message] = ()) -> Flow:
                 applied = [(place, at) for place, at in positions if place.topic in flow.topics and at > 0]
                 found = cursor_on(connection).execute(query("is_unwritten", ""), name, prepare=False).fetchone()
                 if applied and found is not None and found[0]:
+                    group = task.kafka["group.id"]
                     logger.warning(
                         "%s is empty, and group %s goes on behind what it applied before, whatever --start says: %s; "
-                        "earlier messages do not come again. To copy them, too, say another --group-id, or "
-                        "`exactly-once reset`",
+                        "earlier messages do not come again. To copy them, too, say another --group-id, or %s",
                         flow.table,
-                        task.kafka["group.id"],
+                        group,
                         ", ".join(f"{place} from offset {at}" for place, at in applied),
-                        extra={"action": "applied_before", "group": task.kafka["group.id"]},
+                        "; ".join(command("reset", group, task.schema, "--topic", topic) for topic in flow.topics),
+                        extra={"action": "applied_before", "group": group},
                     )
         for statement in ready.statements:
             logger.info("%s", statement.as_string(None), extra={"action": "ddl"})
@@ -355,9 +357,10 @@ def create_table(flow: Flow, columns: Columns) -> list[sql.Composed]:
 
     :raises CommandError: for a column of the key that the sample does not have.
     """
-    key = flow.key or (columns.key if flow.mode == "upsert" else ())
-    if flow.mode == "upsert" and not key:
-        raise CommandError("an upsert needs a key: say --key COLUMN")
+    key = flow.key or (columns.key if flow.mode != "append" else ())
+    # In a table without a key nothing is ever the same, so insert-ignore would append.
+    if flow.mode != "append" and not key:
+        raise CommandError(f"{flow.table}: --mode {flow.mode} needs a key in the table that is made: say --key COLUMN")
     if unknown := [name for name in key if name not in columns.types]:
         raise CommandError(
             f"no message of the sample has {', '.join(unknown)}, which --key names; "

@@ -20,7 +20,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from datetime import UTC, datetime
 from functools import partial
-from itertools import count
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -199,7 +198,8 @@ class _Member(ExactlyOnceConsumer):
 def _named(task: Task) -> Iterator[dict[str, Any]]:
     """Give a worker the name of a place in its group that no other process of this machine has, while it lives.
 
-    The lock on a place ends with the process, however that dies, so the next one takes the same place.
+    The lock on a place ends with the process, however that dies, so the next one takes the same place. Its file stays
+    after a crash only, until the next one ends.
     """
     kafka = dict(task.kafka)
     is_classic = str(kafka.get("group.protocol", "classic")).lower() == "classic"
@@ -213,15 +213,20 @@ def _named(task: Task) -> Iterator[dict[str, Any]]:
         return
     group = f"{kafka['bootstrap.servers']} {kafka['group.id']} {given or ''}"
     name = f"exactly-once-{os.getuid()}-{hashlib.sha256(group.encode()).hexdigest()[:16]}"
-    for number in count():
+    number = 0
+    while True:
         with ExitStack() as stack:
             try:
                 path = Path(tempfile.gettempdir(), f"{name}-{number}.lock")
                 file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
                 stack.callback(os.close, file)
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                if os.fstat(file).st_nlink == 0:  # whoever held it has removed it at its end
+                    continue
+                stack.callback(path.unlink, missing_ok=True)
                 kafka["group.instance.id"] = f"{given or socket.gethostname()}-{number}"
             except BlockingIOError:
+                number += 1
                 continue
             except OSError as error:
                 logger.warning("%s; a restart after a crash will wait for the group's session time-out", error)

@@ -16,12 +16,13 @@ import psycopg
 from psycopg.rows import dict_row
 
 from exactly_once.errors import BrokerUnreachable, DatabaseUnreachable
+from exactly_once.ledger.commands import command
 from exactly_once.ledger.session import Session, cursor_on
 from exactly_once.ledger.sql import query
 
 from . import options, output
 from .problems import UsageError, one_line
-from .servers import CommandCluster, Log, Stored, forget_command, open_cluster, open_database, stored_rows
+from .servers import CommandCluster, Log, Stored, open_cluster, open_database, stored_rows
 
 _DESCRIPTION = """\
 Show each group, and each of its partitions in the ledger: the next offset to be applied, how far that is
@@ -312,7 +313,9 @@ def beside_logs(rows: list[Stored], cluster: CommandCluster, schema: str) -> lis
     lines = []
     for row in rows:
         topic, log = topics.get(row.topic), logs.get(row.place)
-        problem, mend = None, f"; if it is for good: {forget_command(row.group_id, row.topic, schema)}"
+        topic_of = ("--topic", row.topic)
+        mend = f"; if it is for good: {command('reset', row.group_id, schema, *topic_of, '--forget')}"
+        problem = None
         if row.cluster_id not in (None, cluster.cluster_id):
             # A topic of that name may be here as well: its log is another one.
             log, problem = None, f"belongs to cluster {row.cluster_id}"
@@ -323,7 +326,8 @@ def beside_logs(rows: list[Stored], cluster: CommandCluster, schema: str) -> lis
         elif log is None:
             problem = f"the topic has no such partition{mend}"
         elif None not in (row.topic_id, topic.topic_id) and row.topic_id != topic.topic_id:
-            log, problem = None, f"the topic was deleted and made again: exactly-once adopt --topic {row.topic}"
+            log = None
+            problem = f"the topic was deleted and made again: {command('adopt', row.group_id, schema, *topic_of)}"
         elif row.next_offset is not None and row.next_offset < log.start:
             problem = f"below the log start {log.start}"
         elif row.next_offset is not None and row.next_offset > log.end:

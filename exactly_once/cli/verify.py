@@ -23,7 +23,8 @@ from exactly_once import embedded
 from exactly_once.demo.display import Display
 from exactly_once.demo.payments import create_topic
 from exactly_once.embedded.proxy import PostgresProxy
-from exactly_once.ledger.migrate import DEFAULT_SCHEMA, migrate
+from exactly_once.ledger.commands import DEFAULT_SCHEMA
+from exactly_once.ledger.migrate import migrate
 from exactly_once.soak.pipeline import FAULTS, NothingShown, Plan, counted, verify
 
 from .options import YEAR_SECONDS, Settings, number, positive

@@ -28,6 +28,7 @@ from exactly_once.errors import (
     UnitNotFinished,
     UnitTooSlow,
 )
+from exactly_once.ledger.commands import reset_command
 from exactly_once.ledger.conflict import Conflict
 from exactly_once.ledger.outcome import (
     PATIENCE_SECONDS,
@@ -430,7 +431,8 @@ class CommitProtocol:
         conflict, row = conflicts[advance.partition], stored.get(advance.partition)
         place = f"{advance.partition} of group {group!r}"
         if row is None:
-            raise Redelivered(_told(unit, str(row_missing(group, advance.partition)))) from error
+            missing = row_missing(group, self.ledger.session.schema, advance.partition)
+            raise Redelivered(_told(unit, str(missing))) from error
         if conflict is Conflict.RECREATED:
             told = f"{place}: started with topic id {advance.topic_id}, the ledger has {row.topic_id}"
             raise Redelivered(_told(unit, told)) from error
@@ -452,7 +454,8 @@ class CommitProtocol:
     def _halt(self, unit: Unit, decision: Decision, cause: BaseException | None) -> NoReturn:
         """Fail for good, here and in whatever process acquires the partitions next."""
         kind: type[HandlerCommitted | TransactionOutcomeUnknown]
-        mend = f"or each partition: {unit.advances[0].partition.reset_command}"
+        first = unit.advances[0].partition
+        mend = f"or each partition: {reset_command(self.ledger.group_id, self.ledger.session.schema, first)}"
         if decision is Decision.HALT_UNKNOWN:
             kind, wrong, mend = TransactionOutcomeUnknown, str(cause), f"F{mend}"
         else:

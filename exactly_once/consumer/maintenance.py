@@ -32,6 +32,7 @@ from exactly_once.errors import (
 )
 from exactly_once.kafka.admin import Cluster
 from exactly_once.kafka.origin import origin_of
+from exactly_once.ledger.commands import reset_command
 from exactly_once.ledger.conflict import Conflict
 from exactly_once.ledger.rows import LOCK_SECONDS
 from exactly_once.ledger.start import StartOffsets
@@ -402,7 +403,8 @@ class Maintenance:
             partition: BatchUnreadable(
                 f"{partition} of group {self._ledger.group_id!r}: the client cannot read on at offset "
                 f"{state.next_offset} ({state.unreadable}). If the log is damaged, restore it from a replica, or skip "
-                f"what cannot be read with: {partition.reset_command}"
+                "what cannot be read with: "
+                + reset_command(self._ledger.group_id, self._ledger.session.schema, partition)
             )
             for partition, state in self.ownership.states.items()
             if state.positioned and state.unreadable is not None and state.next_offset == state.position

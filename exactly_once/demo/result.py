@@ -100,6 +100,11 @@ class Result:
         return not self.tally.drained
 
     @property
+    def is_shown(self) -> bool:
+        """Whether there is anything to conclude: without a fault any loop is exact."""
+        return not self.is_cut_short and self.tally.crashes + self.tally.frozen > 0
+
+    @property
     def failures(self) -> list[str]:
         """What went wrong, in words; of a run that was cut short only what must not happen at any time."""
         tally, verdict = self.tally, self.verdict
@@ -121,8 +126,8 @@ class Result:
 
     @property
     def is_exact(self) -> bool:
-        """Whether every message took effect once, in a run that came to its end."""
-        return not self.failures and not self.is_cut_short
+        """Whether every message took effect once, in a run with faults that came to its end."""
+        return not self.failures and self.is_shown
 
 
 def run(side: str, servers: Servers, display: Display, *, seed: int, messages: int | None, quick: bool) -> Result:
@@ -180,6 +185,8 @@ def conclusion(results: Mapping[str, Result], *, seed: int) -> str:
             f"Nothing is shown: the run with the library was cut short, waiting for {exact.tally.waited_for}. "
             f"Either this machine is too busy, or something hangs: try it again with --seed {seed}."
         )
+    if not exact.is_shown:
+        return "Nothing is shown: payments ran out before any fault struck; give it more --messages."
     ordinary = results["at_least_once"]
     shown = (
         f"Shown with --seed {seed}: {exact.verdict.messages:,} payments took effect exactly once through "
@@ -191,4 +198,10 @@ def conclusion(results: Mapping[str, Result], *, seed: int) -> str:
         end = f"; the ordinary loop applied {ordinary.verdict.duplicated:,} of them more than once."
     else:
         end = ". The ordinary loop ended without a duplicate this time: luck; try another --seed."
+    if exact.tally.spared or ordinary.tally.spared:
+        planned = exact.tally.crashes + exact.tally.frozen + exact.tally.spared
+        end += (
+            f" Of {planned} faults {exact.tally.spared} did not strike the library and {ordinary.tally.spared} not the "
+            "ordinary loop, as payments had run out: give it more --messages."
+        )
     return shown + end

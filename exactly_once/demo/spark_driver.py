@@ -1,8 +1,7 @@
 """Driver: the Spark job of the demo, orders from Kafka into a table and their count, by the sink or by plain JDBC.
 
-    python -m exactly_once.demo.spark_driver ORDER
-
-It prints how far it is after each micro-batch, and runs until it is ended.
+It is given its order as a :mod:`.worker` is, for others can see a command line; it prints how far it is after each
+micro-batch, and runs until it is ended.
 """
 
 from __future__ import annotations
@@ -98,8 +97,8 @@ def reached(progress: Any) -> int:
     return sum(sum(partitions.values()) for partitions in ends.values())
 
 
-def main() -> None:
-    order = Order.from_line(sys.argv[1])
+def drive(line: str, _: worker.Injury) -> None:
+    order = Order.from_line(line)
     settings = {
         "spark.jars": ",".join(map(str, [*spark.kafka_source(), *jdbc()])),
         "spark.driver.memory": "1g",
@@ -120,4 +119,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    worker.serve(drive)

@@ -102,6 +102,8 @@ class Tally:
     """Zombies whose effects were stored nevertheless."""
     errors: int = 0
     """Workers that ended by themselves."""
+    spared: int = 0
+    """Faults that found nothing to strike, as payments had run out."""
     drained: bool = False
     """Whether everything was applied and the workers stopped when they were asked to."""
     waited_for: str = ""
@@ -197,6 +199,7 @@ class Trial:
         sign = "dying" if fault.kind == "kill" else "frozen"
         if not self._until(lambda: sign in victim.reports, f"{victim} to pass {fault.at}", feeding=True):
             victim.disarm()
+            self.tally.spared += 1
             log(f"worker {number} ran out of payments before it passed {fault.at!r}")
             return
         struck_at = time.monotonic()

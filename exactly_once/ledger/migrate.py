@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import shlex
-
 from psycopg import sql
 
 from exactly_once.errors import ConfigurationError, SchemaTooNew, SchemaTooOld
 
+from .commands import DEFAULT_SCHEMA, command
 from .session import Connection, address, cursor_on, execute, last_row
 from .sql import grants, latest, migrations, query
 
 # The version of the schema that this release was written for.
 VERSION = latest()
-
-DEFAULT_SCHEMA = "exactly_once"
 
 
 def migrate(connection: Connection, schema: str = DEFAULT_SCHEMA) -> list[int]:
@@ -56,11 +53,10 @@ def check(connection: Connection, schema: str = DEFAULT_SCHEMA) -> None:
     found = _installed(connection, schema)
     if found is None or found[0] < VERSION:
         stored = "there is none" if found is None else f"version {found[0]} is there"
-        where = "" if schema == DEFAULT_SCHEMA else f" --schema {shlex.quote(schema)}"
         other = "; if the ledger is in another schema, pass its name" if found is None else ""
         raise SchemaTooOld(
             f"schema {schema!r} in {address(connection)}: {stored}, this release needs version {VERSION}. "
-            f"Run: exactly-once migrate --conninfo ...{where}, or pass migrate=True{other}"
+            f"Run: {command('migrate', None, schema)} --conninfo ..., or pass migrate=True{other}"
         )
     _refuse_too_new(connection, schema, found)
 

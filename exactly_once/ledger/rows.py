@@ -24,6 +24,7 @@ from exactly_once._model import Advance, OwnerKind, Partition, Row
 from exactly_once.errors import LedgerRowMissing, OwnedByConsumer, OwnedBySpark
 from exactly_once.kafka.origin import Origin
 
+from .commands import command, reset_command
 from .libpq import send
 from .session import ADAPTERS, Connection, Session, cursor_on, execute, last_row, storable
 from .sql import query
@@ -159,12 +160,13 @@ class Ledger:
         :raises OwnedByConsumer: when this is a Spark job, and
         :raises LedgerRowMissing: when there is no row.
         """
+        schema = self.session.schema
         with self._changing(partitions, lock_seconds=lock_seconds) as cursor:
             before = {row.partition: row for row in self._rows(cursor, "read_locked", _keys(partitions))}
             for partition in sorted(partitions):
                 row = before.get(partition)
                 if row is None:
-                    raise row_missing(self.group_id, partition)
+                    raise row_missing(self.group_id, schema, partition)
                 if row.owner_token is None or row.owner_kind == self._owner_kind or self._take_over:
                     continue
                 owner = f"{row.owner_name or row.owner_instance}, owner epoch {row.owner_epoch}"
@@ -174,7 +176,7 @@ class Ledger:
                     f"{partition} of group {self.group_id!r} is owned by {row.owner_kind} ({owner}; acquired "
                     f"{since[0]}, last advanced {since[1]}) and was not released. If that owner has stopped for good, "
                     "start with take_over=True, or release its rows with: "
-                    f"exactly-once hand-over --to {self._owner_kind} --topic {partition.topic}"
+                    + command("hand-over", self.group_id, schema, "--to", self._owner_kind, "--topic", partition.topic)
                 )
             rows = self._rows(
                 cursor,
@@ -379,11 +381,11 @@ class Ledger:
         ]
 
 
-def row_missing(group_id: str, partition: Partition) -> LedgerRowMissing:
+def row_missing(group_id: str, schema: str, partition: Partition) -> LedgerRowMissing:
     """Describe a row that should be there."""
     return LedgerRowMissing(
         f"the ledger has no row of {partition} for group {group_id!r}, and has had one or has others of the topic: "
-        f"somebody deleted it. Restore it, or give it an offset with: {partition.reset_command}"
+        f"somebody deleted it. Restore it, or give it an offset with: {reset_command(group_id, schema, partition)}"
     )
 
 

@@ -28,6 +28,7 @@ from exactly_once.errors import (
 from exactly_once.kafka.admin import Cluster, Topic
 from exactly_once.kafka.origin import Origin, Relation, relate
 
+from .commands import command, reset_command
 from .rows import row_missing
 from .session import address
 from .store import LedgerStore
@@ -112,14 +113,14 @@ class StartOffsets:
             # Some look as if they had been added, and belong to a topic that was made again.
             found, known = self._topics[partition.topic].topic_id, stored.get(partition.topic, set())
             if found is not None and known and found not in known:
-                bad[partition] = _recreated(self._group_id, partition, min(known), found)
+                bad[partition] = self._recreated(partition, min(known), found)
         for topic in sorted(topics - {p.topic for p in bad}):
             rows = {p for p in have if p.topic == topic}
             numbers = range(max(self._topics[topic].partitions, *(p.number + 1 for p in wanted if p.topic == topic)))
             missing = {Partition(topic, n) for n in numbers} - rows
             # All rows of a topic are made at once: one that lacks below the highest number was there.
             lost = {p for p in missing if p in had or (p in wanted and p.number < len(rows))}
-            bad |= {p: row_missing(self._group_id, p) for p in lost & wanted}
+            bad |= {p: row_missing(self._group_id, self._ledger.session.schema, p) for p in lost & wanted}
             new = sorted(missing - lost)
             is_new = not rows and not lost
             # Also where a topic was found later: what the group has done in it is not done again.
@@ -196,7 +197,7 @@ class StartOffsets:
         offset, (low, high) = row.next_offset, log
         assert offset is not None
         place = f"{row.partition} of group {self._group_id!r}: the ledger stands at offset {offset}"
-        mend = f"Choose where to go on: {row.partition.reset_command}, or set on_out_of_range="
+        mend = f"Choose where to go on: {self._reset(row.partition)}, or set on_out_of_range="
         error: OffsetOutOfRange
         if offset < low:
             error = OffsetBelowLogStart(
@@ -251,7 +252,7 @@ class StartOffsets:
                     f"offset {next_offset}; Kafka holds offset {offset}, committed by {_FOREIGN[relation]} ({there}). "
                     "Look at the connection string and the schema, and stop the workers of one of the two or give them "
                     "another group.id. If this database is to go on from its own offsets: "
-                    f"exactly-once reset --topic {partition.topic} --to-current --execute"
+                    + self._command("reset", partition.topic, "--to-current", "--execute")
                 )
             rewound.add(partition)
         return rewound.intersection(partitions)
@@ -267,7 +268,7 @@ class StartOffsets:
         """
         self._topics[partition.topic] = found
         if None not in (found.topic_id, topic_id) and topic_id != found.topic_id:
-            raise _recreated(self._group_id, partition, topic_id, found.topic_id)
+            raise self._recreated(partition, topic_id, found.topic_id)
 
     def _is_adopted(self, topic: str) -> bool:
         """Tell whether the offsets that Kafka holds are where to go on from; refuse them where nobody has said so."""
@@ -293,7 +294,7 @@ class StartOffsets:
                 "the ledger has no rows: it was lost, or this is another database or schema (here is ledger "
                 f"{self._ledger.origin().ledger_id} in {address(self._ledger.session.connection)}, Kafka's are of "
                 f"ledger {', '.join(sorted(origins)) or 'of an unknown id'}). Find out which messages "
-                f"took effect here, then: exactly-once reset --topic {topic} --to-earliest (or --to-latest, --to-time)"
+                f"took effect here, then: {self._command('reset', topic, '--to-earliest')} (or --to-latest, --to-time)"
             )
         raise OffsetsNotAdopted(
             f"Kafka holds committed offsets of group {self._group_id!r} for topic {topic!r} "
@@ -303,13 +304,13 @@ class StartOffsets:
 
     def identified(self, row: Row) -> Row:
         """Compare a row's ids with the cluster's; fill in those that had been unknown."""
-        refuse_halted(self._group_id, row)
+        refuse_halted(self._group_id, self._ledger.session.schema, row)
         cluster_id, topic_id = self._cluster.cluster_id, self._topics[row.partition.topic].topic_id
         if row.cluster_id is not None and cluster_id is not None and row.cluster_id != cluster_id:
             raise ClusterChanged(
                 f"{row.partition} of group {self._group_id!r}: the ledger belongs to cluster {row.cluster_id}, "
                 f"this is cluster {cluster_id}. Check bootstrap.servers; "
-                f"if the topic really moved: {_adopt(row.partition)}"
+                f"if the topic really moved: {self._command('adopt', row.partition.topic)}"
             )
         self.recheck(row.partition, row.topic_id, self._topics[row.partition.topic])
         if row.topic_id is None and topic_id is not None:
@@ -337,7 +338,7 @@ class StartOffsets:
                 if partition not in found and low < high:
                     raise NoCommittedOffset(
                         f'start="committed", but Kafka holds no offset of group {self._group_id!r} for {partition}, '
-                        f"whose log has offsets {low} to {high}. Choose one with: {partition.reset_command}"
+                        f"whose log has offsets {low} to {high}. Choose one with: {self._reset(partition)}"
                     )
             chosen |= {p: found[p] for p in partitions if p in found}
         started = [
@@ -346,8 +347,21 @@ class StartOffsets:
         ours = self._ledger.start(started)
         return [row for row in started if row.partition in ours]
 
+    def _recreated(self, partition: Partition, stored: str | None, found: str | None) -> TopicRecreated:
+        return TopicRecreated(
+            f"{partition} of group {self._group_id!r}: the ledger belongs to topic id {stored}, the topic of that name "
+            f"now has id {found}: it was deleted and made again. To read the new one: "
+            + self._command("adopt", partition.topic)
+        )
 
-def refuse_halted(group_id: str, row: Row) -> None:
+    def _command(self, action: str, topic: str, *more: str) -> str:
+        return command(action, self._group_id, self._ledger.session.schema, "--topic", topic, *more)
+
+    def _reset(self, partition: Partition) -> str:
+        return reset_command(self._group_id, self._ledger.session.schema, partition)
+
+
+def refuse_halted(group_id: str, schema: str, row: Row) -> None:
     """Refuse a row that nobody may go on with until an operator has decided.
 
     :raises PartitionHalted: saying why.
@@ -355,16 +369,5 @@ def refuse_halted(group_id: str, row: Row) -> None:
     if row.halted is not None:
         raise PartitionHalted(
             f"{row.partition} of group {group_id!r} is halted at offset {row.next_offset}: {row.halted}. "
-            f"Decide which offset is right, then: {row.partition.reset_command}"
+            f"Decide which offset is right, then: {reset_command(group_id, schema, row.partition)}"
         )
-
-
-def _recreated(group_id: str, partition: Partition, stored: str | None, found: str | None) -> TopicRecreated:
-    return TopicRecreated(
-        f"{partition} of group {group_id!r}: the ledger belongs to topic id {stored}, the topic of that name now has "
-        f"id {found}: it was deleted and made again. To read the new one: {_adopt(partition)}"
-    )
-
-
-def _adopt(partition: Partition) -> str:
-    return f"exactly-once adopt --topic {partition.topic}"

@@ -8,12 +8,14 @@ import os
 import random
 import signal
 import subprocess
+import sys
 import time
 import uuid
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from decimal import Decimal
+from functools import partial
 from typing import IO, Any
 
 import psutil
@@ -23,6 +25,9 @@ from confluent_kafka import KafkaError, Message, Producer
 from exactly_once.demo.display import Display
 from exactly_once.demo.payments import send
 from exactly_once.embedded.proxy import Fault, PostgresProxy
+
+from . import reaper
+from .reaper import MARK, bearers
 
 FAULTS = ("kill", "pause", "cut-before", "cut-after")
 # How long a pipeline works between two faults.
@@ -38,8 +43,6 @@ _STOP_SECONDS = 20.0  # for an end in good order; nothing is counted behind it
 _FLUSH_SECONDS = 60.0  # more than a broker that is started again takes to come up
 # Processes that may fail before anything took effect: one may meet another that makes the same table.
 _MOST_FAILED = 5
-# The variable that tells whose process one is: it is inherited by what leaves its parent and its session.
-_MARK = "EXACTLY_ONCE_VERIFY"
 
 
 class NothingShown(Exception):
@@ -101,9 +104,9 @@ class Verdict:
 class Member:
     """One process of the pipeline, with all that it started, in the background too."""
 
-    def __init__(self, command: Sequence[str], log: IO[bytes]) -> None:
-        self._mark = uuid.uuid4().hex
-        environment = {**os.environ, _MARK: self._mark}
+    def __init__(self, command: Sequence[str], log: IO[bytes], mark: str) -> None:
+        self._mark = f"{mark} {uuid.uuid4().hex}"
+        environment = {**os.environ, MARK: self._mark}
         self._process = subprocess.Popen(command, stdout=log, stderr=log, start_new_session=True, env=environment)
 
     @property
@@ -129,15 +132,11 @@ class Member:
         self._process.wait()
 
     def _alive(self) -> list[psutil.Process]:
-        found: set[psutil.Process] = set()
+        found = bearers(self._mark)
         if self._process.poll() is None:
             with contextlib.suppress(psutil.NoSuchProcess):
                 process = psutil.Process(self._process.pid)
                 found |= {process, *process.children(recursive=True)}
-        for process in psutil.process_iter():
-            with contextlib.suppress(psutil.Error, OSError):  # one that is gone, or another user's
-                if process.environ().get(_MARK) == self._mark:
-                    found.add(process)
         return list(found)
 
 
@@ -146,8 +145,13 @@ class Pipeline:
 
     def __init__(self, command: Sequence[str], processes: int, log: IO[bytes]) -> None:
         self.ended = self.failed = 0
-        self._command, self._log = command, log
-        self._running = [Member(command, log) for _ in range(processes)]
+        mark = uuid.uuid4().hex
+        self._new_member = partial(Member, command, log, mark)
+        # Ends them where this process is killed before it can.
+        self._reaper = subprocess.Popen(
+            [sys.executable, "-P", reaper.__file__, mark], stdin=subprocess.PIPE, start_new_session=True
+        )
+        self._running = [self._new_member() for _ in range(processes)]
 
     def __enter__(self) -> Pipeline:
         return self
@@ -160,6 +164,7 @@ class Pipeline:
             time.sleep(_LOOK_SECONDS / 10)
         for member in self._running:
             member.kill()
+        self._reaper.communicate()
 
     def work(self, seconds: float) -> None:
         """Let it work for so long; what ends by itself meanwhile is started anew, as a supervisor does."""
@@ -169,7 +174,7 @@ class Pipeline:
                 if member.has_ended():
                     self.ended += 1
                     self.failed += member.has_failed
-                    self._running[place] = Member(self._command, self._log)
+                    self._running[place] = self._new_member()
             time.sleep(min(left, _LOOK_SECONDS))
 
     def kill(self, chance: random.Random) -> bool:
@@ -178,7 +183,7 @@ class Pipeline:
         if self._running[place].has_ended():
             return False
         self._running[place].kill()
-        self._running[place] = Member(self._command, self._log)
+        self._running[place] = self._new_member()
         return True
 
     def pause(self, chance: random.Random) -> bool:

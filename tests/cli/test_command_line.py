@@ -5,18 +5,21 @@ from __future__ import annotations
 import argparse
 import ast
 import importlib
+import json
 import os
 import re
 import shlex
 import subprocess
 import sys
 from collections.abc import Iterator
+from itertools import dropwhile
 from pathlib import Path
 
 import pytest
 
 import exactly_once
 from exactly_once import cli
+from exactly_once.cli.output import print_json
 from exactly_once.cli.problems import EXIT_CODES, CommandParser
 from tests.cli.conftest import Command
 from tests.support.require import skip_unless
@@ -253,7 +256,7 @@ def test_every_command_that_an_error_of_the_library_names_is_accepted(command: C
 
 
 def _named_in(path: Path) -> set[str]:
-    """Every `exactly-once ...` in the strings of a module, as far as it looks like a command line."""
+    """Every `exactly-once ...` in the strings of a module, and the literals of what makes one."""
     found = set()
     nodes = list(ast.walk(ast.parse(path.read_text())))
     pieces = {id(value) for node in nodes if isinstance(node, ast.JoinedStr) for value in node.values}
@@ -264,9 +267,24 @@ def _named_in(path: Path) -> set[str]:
             text = "".join(str(p.value) if isinstance(p, ast.Constant) else "7" for p in node.values)
         elif isinstance(node, ast.Constant) and isinstance(node.value, str):
             text = node.value
+        elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith("command"):
+            # Group, schema and topic come before the options.
+            words = [str(p.value) if isinstance(p, ast.Constant) else "7" for p in node.args]
+            text = " ".join(["exactly-once", *words[:1], *dropwhile(lambda word: word[:2] != "--", words[1:])])
         else:
             continue
         found |= set(
             re.findall(r"exactly-once ((?:migrate|reset|adopt|status|hand-over)(?: --[a-z-]+(?: [\w.]+)?)*)", text)
         )
     return found
+
+
+def test_numbers_that_json_does_not_have_are_texts(capsys: pytest.CaptureFixture[str]) -> None:
+    """They were printed as NaN and Infinity, which no other reader of JSON takes. A row of a dry run stands for it."""
+    print_json({"rows": [(1.5, float("nan")), [{"x": float("-inf")}]], "deletes": float("inf")})
+
+    def refuse(text: str) -> None:
+        raise AssertionError(text)
+
+    found = json.loads(capsys.readouterr().out, parse_constant=refuse)
+    assert found == {"rows": [[1.5, "NaN"], [{"x": "-Infinity"}]], "deletes": "Infinity"}

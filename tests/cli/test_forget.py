@@ -69,7 +69,7 @@ def test_a_topic_made_again_with_fewer_partitions_is_adopted_and_the_others_forg
     delete_topic(bootstrap_servers, consumed)
     create_topic(bootstrap_servers, 1, name=consumed)
     produce(bootstrap_servers, consumed, 7, 1)
-    assert f"exactly-once adopt --topic {consumed}" in operate("status").out
+    assert f"exactly-once adopt --group-id {name} --topic {consumed}" in operate("status").out
     assert operate("adopt", "--topic", consumed, "--to-earliest", "--execute").code == 0
     assert read_to_end(make_consumer, consumed) == [(0, o) for o in range(7)]
     checked = operate("status", "--check")

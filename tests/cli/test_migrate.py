@@ -246,11 +246,21 @@ def test_who_may_not_make_a_schema_is_told_what_migrating_needs(
     assert "who migrates needs CREATE ON DATABASE" in refused.err
 
 
+def test_a_server_that_takes_no_writes_is_told_with_what_mends_it(
+    command: Command, postgres_conninfo: str, schema: str
+) -> None:
+    """It was the server's bare answer."""
+    read_only = make_conninfo(postgres_conninfo, options="-c default_transaction_read_only=on")
+    refused = command("migrate", "--conninfo", read_only, "--schema", schema)
+    assert refused.code == 1
+    assert "name the primary, or add target_session_attrs=read-write" in refused.err
+
+
 def test_a_schema_that_is_not_there_is_named_in_the_remedy(
     command: Command, postgres_conninfo: str, schema: str
 ) -> None:
     odd = f"{schema} Led-ger"
     refused = command("status", "--conninfo", postgres_conninfo, "--schema", odd)
     assert refused.code == 1
-    assert f"exactly-once migrate --conninfo ... --schema '{odd}'" in refused.err
+    assert f"exactly-once migrate --schema '{odd}' --conninfo ..." in refused.err
     assert "if the ledger is in another schema" in refused.err

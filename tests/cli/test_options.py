@@ -229,3 +229,19 @@ def test_a_number_that_is_refused_is_named_with_its_bounds(command: Command, opt
     assert option.split("=", maxsplit=1)[0] in result.err
     assert "must be" in result.err
     assert result.err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["status", "--config", "a.toml", "--config", "b.toml"],
+        ["status", "--group-id", "a", "--group-id", "b"],
+        ["reset", "--topic", "t", "--to-offset", "5", "--to-offset", "7"],
+        ["migrate", "--role", "a", "--role", "b"],
+    ],
+)
+def test_of_two_values_for_one_option_none_is_left_out(command: Command, words: list[str]) -> None:
+    """The last one won without a word."""
+    refused = command(*words)
+    assert refused.code == 2
+    assert f"{words[-2]} is given twice, and takes one" in refused.err

@@ -20,7 +20,9 @@ from tests.cli.conftest import Command
 from tests.support.topics import create_topic
 
 
-def test_the_status_shows_what_filters_hold(operate: Command, conninfo: str, bootstrap_servers: str, name: str) -> None:
+def test_the_status_shows_what_filters_hold(
+    operate: Command, conninfo: str, bootstrap_servers: str, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     kafka = {"bootstrap.servers": bootstrap_servers}
     topic = create_topic(bootstrap_servers, 1, name=f"{name}-numbers")
     with DedupProducer(kafka, dedup=SequenceFilter(), producer_name=name) as producer:
@@ -40,6 +42,8 @@ def test_the_status_shows_what_filters_hold(operate: Command, conninfo: str, boo
         window.mark_unknown("b")
         result = operate("publish", "status", "--json", "--topic", topic)
         text = operate("publish", "status").out
+        monkeypatch.setenv("COLUMNS", "80")
+        narrow = operate("publish", "status").out
     assert (result.code, result.err) == (0, "")
     found = result.json
     assert set(found) == {"window", "owners", "scopes", "chains", "sequences"}
@@ -51,4 +55,5 @@ def test_the_status_shows_what_filters_hold(operate: Command, conninfo: str, boo
     assert scopes == [{"scope": name, "confirmed": 1, "in_flight": 1, "unknown": 1}]
     assert [c for c in found["chains"] if c["chain"] == name] == [{"chain": name, "last_seen": 5, "gaps": 1}]
     assert found["sequences"] == [{"topic": topic, "producer": name, "persisted": 2, "beyond_a_gap": 1}]
+    assert max(map(len, narrow.splitlines())) <= 80, "it took no notice of COLUMNS"
     assert all(part in text for part in ("window: ", "owners:", "scopes:", "chains:", name))

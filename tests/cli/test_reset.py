@@ -4,13 +4,20 @@
 
 from __future__ import annotations
 
+import os
+import re
+import shlex
+import subprocess
+import sys
 from datetime import UTC, datetime
+from pathlib import Path
 from typing import Any
 
 import psycopg
 import pytest
 from confluent_kafka import Consumer, Producer, TopicPartition
 from confluent_kafka.admin import AdminClient
+from psycopg import sql
 
 from exactly_once import Fenced, HandlerCommitted, LedgerRowMissing, OffsetBelowLogStart, OwnedBySpark, PartitionHalted
 from tests.cli.conftest import Command, audit, ledger, offsets, read_to_end, suggested
@@ -405,3 +412,56 @@ def test_to_committed_goes_on_from_what_another_consumer_has_committed(
     old.close()
     assert operate("reset", "--topic", consumed, "--to-committed", "--execute").code == 0
     assert offsets(db, name) == [10, 7]
+
+
+def test_what_was_done_is_told_where_the_output_cannot_be_written(
+    conninfo: str, bootstrap_servers: str, consumed: str, name: str, db: Db
+) -> None:
+    """It exited with 1, as what is not done, over a full disk; and with 141 where the reader had left."""
+    where = ("--conninfo", conninfo, "--bootstrap-servers", bootstrap_servers, "--group-id", name)
+    words = [sys.executable, "-m", "exactly_once", "reset", "--topic", consumed, "--to-offset", "3", *where]
+    for execute, full, gone in (
+        ([], "error: [Errno 28] No space left on device\n", ""),
+        (
+            ["--execute"],
+            "error: [Errno 28] No space left on device: the result is not written, but the change was made\n",
+            "exactly-once: the change was made, and whoever read the output has left\n",
+        ),
+    ):
+        with Path("/dev/full").open("w") as output:
+            result = subprocess.run([*words, *execute], stdout=output, stderr=subprocess.PIPE, text=True, check=False)
+        assert (result.returncode, result.stderr.removeprefix("exactly-once: ")) == (1, full)
+        assert offsets(db, name) == ([3, 3] if execute else [10, 10])
+        read, write = os.pipe()
+        os.close(read)
+        left = subprocess.run([*words, *execute], stdout=write, stderr=subprocess.PIPE, text=True, check=False)
+        os.close(write)
+        assert (left.returncode, left.stderr) == (141, gone)
+
+
+def test_a_command_that_an_error_names_is_about_the_same_group_and_ledger(
+    command: Command, conninfo: str, bootstrap_servers: str, topic: str, db: Db, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As printed it was about whatever group and schema the environment of its reader had, or no group at all."""
+    group, schema = "group 'of' \"mine\"", f"{topic} Ledger"
+    monkeypatch.setenv("EXACTLY_ONCE_CONNINFO", conninfo)
+    monkeypatch.setenv("EXACTLY_ONCE_BOOTSTRAP_SERVERS", bootstrap_servers)
+    monkeypatch.setenv("EXACTLY_ONCE_GROUP_ID", "another")
+    where, rows = ("--group-id", group, "--schema", schema), sql.Identifier(schema, "ledger")
+    broken = sql.SQL("UPDATE {} SET topic_id = 'older', halted = 'a bug'").format(rows)
+    assert command("migrate", "--schema", schema).code == 0
+    try:
+        assert command("reset", "--topic", topic, "--to-earliest", *where, "--execute").code == 0
+        db.execute(broken)
+        (adopt,) = set(re.findall(r"exactly-once adopt .*", command("status", *where).out))
+        assert command(*shlex.split(adopt)[1:], "--to-offset", 4, "--execute").code == 0
+        db.execute(broken)
+        refused = command("hand-over", "--to", "spark", *where).err
+        reset = shlex.split(refused[refused.index("exactly-once reset") :])[1:]
+        assert reset.pop() == "N"
+        db.execute(sql.SQL("UPDATE {} SET topic_id = NULL").format(rows))
+        assert command(*reset, 5, "--execute").code == 0
+        moved = db.execute(sql.SQL("SELECT group_id, next_offset FROM {} ORDER BY partition").format(rows)).fetchall()
+        assert moved == [(group, 5), (group, 4)]
+    finally:
+        db.execute(sql.SQL("DROP SCHEMA {} CASCADE").format(sql.Identifier(schema)))

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import fcntl
+import tempfile
 import tomllib
 from dataclasses import fields
+from pathlib import Path
 from typing import Any, get_args
 from uuid import uuid4
 
@@ -102,6 +105,26 @@ def test_each_of_several_workers_has_a_name_of_its_own(protocol: str) -> None:
         task = Task(flows=(), kafka=kafka, conninfo=None, schema="s", run=Run(workers=workers))
         with _named(task) as one, _named(task) as other:
             assert [one["group.instance.id"], other["group.instance.id"]] == expected
+
+
+def test_the_files_of_names_are_gone_with_their_workers(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """One stayed for each group and worker. A worker that finds one in the moment of its removal makes its own."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    task = Task(flows=(), kafka={"bootstrap.servers": "a:1", "group.id": "g"}, conninfo=None, schema="s", run=Run())
+
+    def remove_first(file: int, operation: int) -> None:
+        monkeypatch.undo()
+        monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+        (path,) = tmp_path.iterdir()
+        path.unlink()
+        fcntl.flock(file, operation)
+
+    for _ in range(2):
+        with _named(task) as one, _named(task) as other:
+            assert [each["group.instance.id"][-2:] for each in (one, other)] == ["-0", "-1"]
+            assert len(list(tmp_path.iterdir())) == 2
+        assert list(tmp_path.iterdir()) == []
+        monkeypatch.setattr(fcntl, "flock", remove_first)
 
 
 @pytest.mark.parametrize(

@@ -284,3 +284,10 @@ def test_a_table_that_cannot_be_made_is_told_with_the_way_out(
         assert result.code == 1
         assert said in result.err
         assert "CREATE TABLE" not in result.err, "nothing was made"
+
+
+def test_a_pattern_that_finds_nothing_has_no_end_to_wait_for(operate: Command, name: str) -> None:
+    """With --until-end it waited for ever, for other members of the group as it said."""
+    result = operate("sink", "--topics-regex", f"{name}[.].*", "--table", "{topic}", "--create-table", "--until-end")
+    assert result.code == 1
+    assert "error: no topic has a name that a pattern finds" in result.err

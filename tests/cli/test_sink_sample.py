@@ -211,3 +211,36 @@ def test_a_topic_that_is_empty_is_waited_for(
         finally:
             process.terminate()
             process.communicate(timeout=120)
+
+
+def test_insert_ignore_makes_no_table_without_a_key(
+    operate: Command, bootstrap_servers: str, source: str, db: Database
+) -> None:
+    """Nothing is the same as anything else there: the table was made, and took every message."""
+    send(bootstrap_servers, source, [("0", {"id": 1}), ("0", {"id": 1})], 3)
+    refused = operate(*created(source, "--mode", "insert-ignore"))
+    assert refused.code == 1
+    assert "--mode insert-ignore needs a key in the table that is made: say --key COLUMN" in refused.err
+    assert db.execute("SELECT to_regclass(%s)", (source,)).fetchone() == (None,)
+    assert operate(*created(source, "--mode", "insert-ignore", "--key", "id")).code == 0
+    assert db.execute(f"SELECT count(*) FROM {source}").fetchone() == (1,)
+
+
+@pytest.mark.parametrize(
+    ("options", "count"),
+    [([], 2), (["--where", "kind=a"], 3), (["--format", "maxwell"], 3), (["--format", "maxwell", "--flatten"], 3)],
+)
+def test_messages_that_are_skipped_as_asked_for_are_counted(
+    options: list[str], count: int, operate: Command, bootstrap_servers: str, source: str
+) -> None:
+    """Tombstones, deletes and truncates went without a word."""
+    row = {"id": 1, "kind": "a"}
+    changes: list[Any] = [row, row | {"kind": "b"}, None, None]
+    if "maxwell" in options:
+        told = {"database": "d", "table": "t", "ts": 1, "data": row}
+        changes = [told | {"type": "insert"}, told | {"type": "delete"}, None, None]
+    send(bootstrap_servers, source, [("0", change) for change in changes], 3)
+    result = operate(*created(source, "--on-tombstone", "skip", *options))
+    assert result.code == 0
+    said = "messages that where, where_not, on_tombstone and on_truncate leave out"
+    assert f"table {source}: {said}: {count}" in result.err

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 import shlex
+import subprocess
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -147,6 +148,22 @@ def test_a_pipeline_in_the_background_is_injured_and_ended(
     assert verdict["ended"] == 0
     assert len(started) == 2 + verdict["faults"]["kill"]
     until(lambda: not any(map(psutil.pid_exists, started)), 10, "the processes to be reaped")
+
+
+@pytest.mark.usefixtures("copy")
+def test_a_pipeline_ends_with_verify_however_that_ends(
+    tmp_path: Path, bootstrap_servers: str, conninfo: str, name: str
+) -> None:
+    """After a kill -9 its processes went on for ever, also those that had left their parents."""
+    (tmp_path / "pipeline.py").write_text(IN_THE_BACKGROUND.replace(OURS, IDLE))
+    words = [sys.executable, "-m", "exactly_once", "verify", "--start", f"{shlex.quote(sys.executable)} pipeline.py"]
+    where = ["--bootstrap-servers", bootstrap_servers, "--conninfo", conninfo, "--topic", name]
+    effects = ["--effects", f'SELECT n, count(*) FROM "{name}" GROUP BY 1']
+    with subprocess.Popen([*words, *where, *effects], cwd=tmp_path) as process:
+        until(lambda: len(list(tmp_path.glob("pid-*"))) == 2, 60, "the pipeline to start")
+        process.kill()
+    started = [int(path.name.removeprefix("pid-")) for path in tmp_path.glob("pid-*")]
+    until(lambda: not any(map(psutil.pid_exists, started)), 60, "the pipeline to end")
 
 
 def test_a_process_that_has_ended_by_itself_is_not_taken_for_injured(tmp_path: Path) -> None:

@@ -16,16 +16,18 @@ from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any
 
+import psutil
 import psycopg
 import pytest
 
 from exactly_once._failpoints import OF_A_UNIT
 from exactly_once.cli import main
-from exactly_once.demo import payments
+from exactly_once.demo import payments, spark_driver, spark_trial
 from exactly_once.demo.display import Display
 from exactly_once.demo.journal import Entry, Record
 from exactly_once.demo.result import HEAD, TOTAL, Result, Verdict, as_json, check, compare, conclusion, rows
 from exactly_once.demo.trial import Setting, Stuck, Tally, Trial, plan
+from tests.support.waiting import until
 
 PAYMENT = b'{"from": 1, "to": 2, "amount": 30}'
 SENT = [Record("payments", 0, 7, b"1", PAYMENT)]
@@ -205,6 +207,59 @@ def test_runs_that_came_to_their_ends_are_told_by_the_exit_code(demo: Demo) -> N
     exact, doubled = Result(CALM, EXACT, published=10), Result(CALM, replace(EXACT, duplicated=4), published=10)
     assert demo(exactly_once=exact, at_least_once=doubled)[0] == 0
     assert demo(exactly_once=doubled, at_least_once=doubled)[0] == 1
+
+
+def test_faults_that_found_nothing_to_strike_are_counted_in_the_last_words(demo: Demo) -> None:
+    """With --messages 1 hardly a fault struck, and the demo was as content as ever."""
+    exact = Result(replace(CALM, crashes=1, frozen=0, fenced=0, spared=9), EXACT, published=10)
+    code, said = demo(exactly_once=exact, at_least_once=exact)
+    assert code == 0
+    assert "Of 10 faults 9 did not strike the library and 9 not the ordinary loop" in said
+    none = Result(replace(CALM, crashes=0, frozen=0, fenced=0, spared=10), EXACT, published=10)
+    code, said = demo(exactly_once=none, at_least_once=none)
+    assert code == 3
+    assert "Nothing is shown: payments ran out before any fault struck; give it more --messages." in said
+    assert json.loads(said.splitlines()[-1])["ok"] is False
+
+
+def test_too_few_orders_for_the_faults_of_spark_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    """The first driver waited three minutes for a batch of none."""
+    assert main(["demo", "spark", "--messages", "1"]) == 2
+    assert "--messages must be 60 or more" in capsys.readouterr().err
+
+
+def test_the_password_is_not_on_the_command_line_of_sparks_driver(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And without the one who started it the driver ends. What it would do with Spark is left out."""
+    program = (
+        "import time; from exactly_once.demo import worker; "
+        "worker.serve(lambda line, _: (print(len(line), flush=True), time.sleep(600)))"
+    )
+    given: list[list[str]] = []
+
+    def start(command: list[str], **options: Any) -> psutil.Popen:
+        given.append(command)
+        return psutil.Popen([sys.executable, "-c", program], **options)
+
+    monkeypatch.setattr(spark_trial, "psutil", SimpleNamespace(Popen=start, Process=psutil.Process))
+    order = spark_driver.Order(
+        number=0,
+        side="jdbc",
+        bootstrap_servers="",
+        conninfo="postgresql://me:secret@host/",
+        jdbc_url="jdbc:postgresql://host/?password=secret",
+        topic="",
+        schema="",
+        checkpoint="",
+        batch_messages=1,
+    )
+    with open(os.devnull, "w") as log:  # noqa: PTH123
+        driver = spark_trial.Driver(order, log)
+    assert "secret" not in str(given)
+    until(lambda: driver.reached == len(order.to_line()) + 1, 60, "the driver to have its order")
+    driver._process.stdin.close()
+    until(lambda: driver.has_ended, 60, "the driver to end")
+    driver._reader.join(30)
+    driver._process.stdout.close()
 
 
 def test_patience_lasts_as_long_as_anything_happens(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -265,7 +265,7 @@ SPARK = (
         (
             "row-halted",
             "a row is begun beside one that is halted",
-            "                    _refuse_halted(group_id, row)\n",
+            "                    _refuse_halted(self._ledger, row)\n",
             "                    pass\n",
         ),
         (

@@ -320,7 +320,7 @@ class Ledger:
         def body(transaction: Transaction) -> list[Row]:
             for partition in partitions:
                 if partition not in self._database.rows:
-                    raise row_missing(self.group_id, partition)  # lost in a failover
+                    raise row_missing(self.group_id, self.session.schema, partition)  # lost in a failover
             return self._write(
                 transaction,
                 partitions,

@@ -133,6 +133,7 @@ FROM {schema}.publish_window
 -- name: publish_show_owners
 -- Show owners that live, and those that have ended with keys in flight.
 SELECT o.id, o.name, o.transactional_id, o.started_at, o.ended_at IS NOT NULL AS ended,
+       extract(epoch FROM clock_timestamp() - o.started_at)::float8 AS started_seconds_ago,
        round(extract(epoch FROM o.lease_until - clock_timestamp()))::bigint AS lease_seconds,
        count(k.key) FILTER (WHERE k.state IN ('f', 't'))::int AS in_flight
 FROM {schema}.publish_owner o
