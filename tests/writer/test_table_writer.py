@@ -6,8 +6,10 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator, Sequence
+from datetime import datetime
 from decimal import Decimal
 from typing import Any
+from zoneinfo import ZoneInfo
 
 import psycopg
 import pytest
@@ -23,6 +25,7 @@ from tests.support.require import skip_unless
 from tests.support.waiting import until
 from tests.writer.conftest import Connection, MakeTable, messages, rows_of
 
+BERLIN = ZoneInfo("Europe/Berlin")
 WAYS = {"arrays": 500, "stage": 0}
 """How many rows are a small batch: all of them, or none."""
 
@@ -265,6 +268,9 @@ def test_a_key_without_a_value_is_refused(change: Any, work: Connection, make_ta
         ("interval", "1 day", "24 hours"),
         ("inet", "10.0.0.1", "10.0.0.1/32"),
         ("timestamptz", "2026-01-01T00:00:00Z", "2026-01-01T01:00:00+01:00"),
+        # No clock shows the first one: an hour is left out.
+        ("timestamptz", datetime(2026, 3, 29, 2, 30, tzinfo=BERLIN), datetime(2026, 3, 29, 3, 30, tzinfo=BERLIN)),
+        ("bytea", bytearray(b"a"), memoryview(b"a")),
         ("jsonb", '{"a": 1}', '{"a":1}'),
         ("int[]", [1], "{1}"),
         ("boolean", "yes", True),

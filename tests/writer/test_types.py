@@ -71,6 +71,7 @@ TYPES: list[tuple[str, list[Any], list[str | None]]] = [
     ("tstzrange", [Range(NOON, None)], ['["2026-01-02 12:00:00.000001+00",)']),
     ("daterange", [Range("-infinity", date(2026, 1, 1))], ["[-infinity,2026-01-01)"]),
     ("int8multirange", [[Range(1, 2), Range(5, 9)], Multirange()], ["{[1,2),[5,9)}", "{}"]),
+    ("nummultirange", [[Range(1, Decimal("2.5"))], [Range(Decimal("0.5"), 7)]], ["{[1,2.5)}", "{[0.5,7)}"]),
     ("integer[]", [[1, None], [], [[1, 2], [3, 4]], "{5}"], ["{1,NULL}", "{}", "{{1,2},{3,4}}", "{5}"]),
     ("text[]", [["a", None, "NULL", 'q"\\', "", "x y"]], ['{a,NULL,"NULL","q\\"\\\\","","x y"}']),
     ("numeric(5,2)[]", [[Decimal("1.50")]], ["{1.50}"]),
