@@ -111,6 +111,7 @@ REFUSED: list[tuple[str, int, list[Any]]] = [
     ("timestamptz", 0, [NOW]),
     ("timestamptz", -1, [Nanosecond(2026, 1, 2, tzinfo=UTC)]),
     ("interval", -1, [5]),
+    ("interval", 0x7FFF0000, [5]),
     ("money", -1, [Decimal("12.345"), Decimal("12.50"), 0.1, True, float("inf"), b"1"]),
     ("bit", -1, [10, Decimal(10), True]),
     ("varbit", -1, [10]),

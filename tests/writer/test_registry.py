@@ -169,8 +169,8 @@ PAYMENT = record(
     either=["null", "string", "int"],
 )
 COLUMNS = """(id bigint PRIMARY KEY, name text, amount numeric, fixed numeric, day date, clock time, at timestamptz,
-    plain timestamp, token uuid, short_token uuid, raw bytea, low float8, single real, color text, list int[], deep jsonb, again text,
-    either text)"""
+    plain timestamp, token uuid, short_token uuid, raw bytea, low float8, single real, color text, list int[],
+    deep jsonb, again text, either text)"""
 TOKEN = "01234567-89ab-cdef-0123-456789abcdef"
 
 
@@ -191,7 +191,8 @@ def test_avro_of_every_type_ends_as_what_it_stands_for(registry: StandIn, db: Da
     (first, second) = rows(db, name, "t::text")
     assert second[0] == (
         f'({2**62},,-12345678901234567.89,-0.1,1969-12-31,01:02:03.000001,"2026-01-02 03:04:05.678+00",'
-        f'"2026-01-02 03:04:05.678901",{TOKEN},{TOKEN},"\\\\x00ff",NaN,0.1,GREEN,"{{1,NULL}}","{{""a"": ""Infinity""}}",RED,5)'
+        f'"2026-01-02 03:04:05.678901",{TOKEN},{TOKEN},"\\\\x00ff",NaN,0.1,GREEN,'
+        f'"{{1,NULL}}","{{""a"": ""Infinity""}}",RED,5)'
     )
     assert first[0].startswith('(1,"",,0.0,1969-12-31,')
     assert ",-0,0.1," in first[0]

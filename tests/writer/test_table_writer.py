@@ -28,6 +28,8 @@ from tests.writer.conftest import Connection, MakeTable, messages, rows_of
 BERLIN = ZoneInfo("Europe/Berlin")
 WAYS = {"arrays": 500, "stage": 0}
 """How many rows are a small batch: all of them, or none."""
+TOO_LONG = "{" + ",".join(f"[{n**2},{n**2}]" for n in range(2, 3000)) + "}"
+"""A key that no index takes."""
 
 
 @pytest.fixture(params=WAYS)
@@ -506,13 +508,14 @@ def test_a_bad_row_behind_rows_that_were_sent_is_named_and_nothing_stays(
         ("(id int, v text UNIQUE)", "x0", None, r"already exists"),
         ("(id int, v text CHECK (v <> 'bad'))", "bad", None, "check"),
         ("(id int, v text)", "a\0", "v", "0x00"),
+        ("(id int, v int4multirange PRIMARY KEY)", TOO_LONG, None, "index row"),
     ],
 )
 def test_an_error_of_copy_names_the_message(
     definition: str, bad: Any, column: str | None, match: str, work: Connection, make_table: MakeTable
 ) -> None:
     table = make_table(definition)
-    rows = [(i, f"x{i}") for i in range(3000)]
+    rows = [(i, f"{{[{i},{i}]}}" if "multirange" in definition else f"x{i}") for i in range(3000)]
     rows[1234] = (1234, bad)
     with pytest.raises(BadRow, match=match) as caught:
         TableWriter(table).write(work, rows, origins=messages(3000))

@@ -241,3 +241,29 @@ def test_a_time_that_is_negative_is_the_same_in_every_style(
     seconds = work.execute(f"SELECT EXTRACT(epoch FROM i)::float8, EXTRACT(epoch FROM more[1])::float8 FROM {table}")
     expected = [value.total_seconds() for value in values]
     assert seconds.fetchall() == [*((e, e) for e in expected), *((e, None) for e in expected)]
+
+
+@pytest.mark.parametrize("style", ["postgres", "sql_standard"])
+@pytest.mark.parametrize("way", WAYS)
+def test_the_text_of_an_interval_is_the_same_in_every_style(
+    way: str, style: str, work: Connection, make_table: MakeTable
+) -> None:
+    work.execute(f"SET LOCAL intervalstyle = {style}")
+    table = make_table("(id int PRIMARY KEY, i interval, more interval[], short interval(0))")
+    texts = [
+        "-1 days 02:00:00",
+        " @-1 2:00",
+        "-1 year 2 mons",
+        "-1-2 3 4:05:06",
+        "-1 day +2:00",
+        "-1 day 2:00 ago",
+        "-1d2h",
+    ]
+    texts += ["-1.5 days .5 hours", "-1 hour", "P-1DT2H", "1 day -2:00"]
+    rows = [(i, text, [text], text) for i, text in enumerate(texts)]
+    TableWriter(table, **WAYS[way]).write(work, rows)
+    work.execute("SET LOCAL intervalstyle = postgres")
+    expected = [text for (text,) in work.execute("SELECT unnest(%s::interval[])::text", [texts]).fetchall()]
+    for what in ("i", "more[1]", "short"):
+        found = work.execute(f"SELECT {what}::text FROM {table} ORDER BY id").fetchall()
+        assert found == [(text,) for text in expected], what
