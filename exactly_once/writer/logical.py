@@ -100,8 +100,7 @@ def _raw(convert: Convert, value: Raw, column: Column | None = None) -> Raw:
 
 
 def _array(convert: Convert, text: bytes, column: Column | None) -> bytes:
-    oid = None if column is None else column.element_oid
-    element = None if oid is None else Column(name="", type_name="", base_name="", type_oid=oid)
+    element = None if column is None else column.element
     return msgspec.json.encode([_raw(convert, each, element) for each in msgspec.json.decode(text, type=list[Raw])])
 
 

@@ -166,7 +166,7 @@ class Plan:
         natives, arrays = [], []
         for column, codec, values in zip(self.columns, self.codecs, zip(*prepared.rows, strict=True), strict=True):
             # The driver takes the type of all ranges in a list from one bound of the first.
-            is_scalar = column.kind == "b" and column.element_oid is None and codec.wire == column.type_oid
+            is_scalar = column.kind == "b" and column.element is None and codec.wire == column.type_oid
             is_native = prepared.is_binary and is_scalar and len({*map(type, values)} - {_NONE}) <= 1
             natives.append(is_native)
             arrays.append(list(values) if is_native else list(map(codec.as_text, values)))
@@ -183,7 +183,7 @@ class Plan:
 
     def _is_plain(self, position: int) -> bool:
         column = self.columns[position]
-        is_known = column.kind == "e" or (column.element_oid is None and name_of(column.type_oid) in _COMPARABLE)
+        is_known = column.kind == "e" or (column.element is None and name_of(column.type_oid) in _COMPARABLE)
         return is_known and column.is_deterministic
 
     def is_ordered(self, position: int, values: Iterable[Any]) -> bool:

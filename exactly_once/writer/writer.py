@@ -236,7 +236,7 @@ class TableWriter:
 
     def _doubt(self, error: Exception) -> None:
         """Read the table anew before the row is refused again: its shape does not tell of a type's attributes."""
-        is_telling = self._table is None or not any(column.attributes for column in self._table.columns)
+        is_telling = self._table is None or not any(column.has_attributes for column in self._table.columns)
         if isinstance(error, BadRow) and not is_telling:
             self._table = None
 

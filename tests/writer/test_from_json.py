@@ -36,7 +36,7 @@ def table(**types: str) -> Table:
                 type_name=type_name,
                 base_name=type_name,
                 type_oid=info.array_oid if is_array else info.oid,
-                element_oid=info.oid if is_array else None,
+                part=Column(name="", type_name="", base_name="", type_oid=info.oid) if is_array else None,
             )
         )
     return Table(schema="public", name="t", columns=columns)

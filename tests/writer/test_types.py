@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from psycopg.types.multirange import Multirange
 from psycopg.types.range import Range
 
-from exactly_once.writer import BadRow, TableWriter
+from exactly_once.writer import BadRow, TableError, TableWriter
 from tests.writer.conftest import Connection, MakeTable
 
 NOON = datetime(2026, 1, 2, 12, 0, 0, 1, UTC)
@@ -90,6 +90,10 @@ TYPES: list[tuple[str, list[Any], list[str | None]]] = [
     ("place[]", [[("a b", 1)]], ['{"(\\"a b\\",1)"}']),
     ("short", ["ab"], ["ab"]),
     ('"Odd Type"', ["a%s"], ["a%s"]),
+    ("moments", [Range(NOON, None), "(,2026-01-02T12:00Z]", Range(empty=True)], ['["2026-01-02 12:00:00.000001+00",)', '(,"2026-01-02 12:00:00+00"]', "empty"]),
+    ("moments[]", [["(,2026-01-02T12:00Z]", None]], ['{"(,\\"2026-01-02 12:00:00+00\\"]",NULL}']),
+    ("shorts[]", [["{ab}", None], [["{a}"], ["{b,NULL}"]]], ['{{ab},NULL}'.replace("{ab}", '"{ab}"'), '{{"{a}"},{"{b,NULL}"}}']),
+    ("shorts", [["ab", None]], ["{ab,NULL}"]),
 ]  # fmt: skip
 
 
@@ -103,6 +107,7 @@ def _own_types(postgres_conninfo: str) -> None:
         connection.execute("CREATE DOMAIN short AS varchar(2)")
         connection.execute("CREATE TYPE place AS (name text, size int)")
         connection.execute("""CREATE TYPE "Odd Type" AS ENUM ('a%s')""")
+        connection.execute("CREATE TYPE moments AS RANGE (subtype = timestamptz); CREATE DOMAIN shorts AS varchar(2)[]")
 
 
 WAYS: dict[str, dict[str, Any]] = {
@@ -188,6 +193,36 @@ def test_generated_values_of_every_type_come_back_as_they_were(
     found = work.execute(f"SELECT {names} FROM every_type ORDER BY id").fetchall()
     for wanted, got in zip(given, found, strict=True):
         assert all(map(same, wanted, got)), (wanted, got)
+
+
+@pytest.mark.parametrize(
+    ("kind", "value"),
+    [
+        ("moments", "[2026-01-02 12:00,)"),
+        ("moments", Range(NOON.replace(tzinfo=None), None)),
+        ("moments[]", ["[01/02/2026,)"]),
+        ("shorts[]", ['{"a  "}', "{b}"]),
+        ("shorts[]", [['{"a  "}']]),
+    ],
+)
+@pytest.mark.parametrize("way", WAYS)
+def test_parts_of_parts_are_looked_at(way: str, kind: str, value: Any, work: Connection, make_table: MakeTable) -> None:
+    """Postgres would read them by the session's time zone, or cut them."""
+    table = make_table(f"(id int PRIMARY KEY, v {kind})")
+    with pytest.raises(BadRow, match="column v: "):
+        TableWriter(table, **WAYS[way]).write(work, [(0, value)])
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_session_that_reads_null_in_arrays_as_text_is_refused(
+    way: str, work: Connection, make_table: MakeTable
+) -> None:
+    table = make_table("(id int PRIMARY KEY, v text, w char(5)[])")
+    writer = TableWriter(table, **WAYS[way])
+    writer.write(work, [(1, None, [None])])
+    work.execute("SET LOCAL array_nulls = off")
+    with pytest.raises(TableError, match="SET array_nulls = on"):
+        writer.write(work, [(2, None, [None])])
 
 
 REFUSED_BY_POSTGRES: list[tuple[str, Any, str]] = [
