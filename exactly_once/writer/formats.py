@@ -134,7 +134,7 @@ class FormatDecoder:
         before = self._format.left_out
         found = [self.read(message)[0] for message in messages]
         decoded = self._decoder.decode([each for some in found for each in some])
-        return replace(decoded, filtered=self._format.left_out - before)
+        return replace(decoded, filtered=decoded.filtered + self._format.left_out - before)
 
     def read(self, message: Message, *, tells: bool = False) -> tuple[list[Message], dict[str, str], tuple[str, ...]]:
         """Return what a message says as messages in JSON; with ``tells`` also types and key, as far as it tells them.
@@ -308,7 +308,10 @@ class Shaped(Format):
 
     def read(self, message: Message) -> Iterator[Change]:
         """Yield the rows that are wanted."""
-        for key, value in self._inner.read(message):
+        before = self._inner.left_out
+        changes = list(self._inner.read(message))
+        self.left_out += self._inner.left_out - before
+        for key, value in changes:
             if value is None:
                 yield key, None
                 continue

@@ -161,8 +161,20 @@ def test_what_cannot_be_done_is_refused_and_named(
 
 def test_deletes_and_truncates_can_be_skipped(table: str, db: Database) -> None:
     sent = messages(*CHANGES[:7], (None, change("t", None, None)))
-    write(db, sink(table, "debezium", "append", on_tombstone="skip", on_truncate="skip"), [sent[:4], sent[5:]])
+    skipping = sink(table, "debezium", "append", on_tombstone="skip", on_truncate="skip")
+    write(db, skipping, [sent[:4], sent[5:]])
     assert rows(db, table) == [(1, "a"), (2, "b"), (3, "c"), (4, "d")]
+    assert skipping.filtered_messages == 3  # the delete, its tombstone, the truncate
+
+
+def test_deletes_that_are_skipped_are_counted_beside_a_filter() -> None:
+    form = Shaped(format_of("debezium", on_tombstone="skip"), where={"name": ("a",)})
+    decoder = FormatDecoder(JsonDecoder(on_tombstone="skip"), form)
+    columns = [Column(name=n, type_name="", base_name="", type_oid=25) for n in ("id", "name")]
+    decoder.prepare(Table(schema="public", name="t", columns=columns), mode="append", key=())
+    sent = [(None, change("c", None, {"id": "1", "name": name})) for name in "ab"]
+    decoded = decoder.decode(messages(*sent, (None, change("d", {"id": "1"}, None)), (None, None)))
+    assert (list(decoded), decoded.filtered) == ([("1", "a")], 3)
 
 
 def test_a_large_value_that_was_not_logged_stays(db: Database, table: str) -> None:
