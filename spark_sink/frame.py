@@ -217,7 +217,7 @@ def _form(field: StructField, column: Column, table: Table) -> Form:
             return "json"
         element = getattr(field.dataType, "elementType", None)
         is_nested = element is not None and element.typeName() in (*_NESTED, "array")
-        if kind in _NESTED or column.element_oid is None or is_nested:
+        if kind in _NESTED or column.element is None or is_nested:
             raise FrameError(f"{place}; make that column jsonb, or flatten the frame's with select()")
     if target in _NEVER.get(kind, ()) or kind in _NOT_IN_ARROW:
         raise FrameError(f"{place}, which takes no such value; cast it in the frame, or alter the table")

@@ -46,7 +46,7 @@ def encode(batch: Any, columns: Sequence[Column]) -> Iterator[bytes] | None:
             arrays = []
             for array, column in zip(each.columns, columns, strict=True):
                 name = name_of(column.type_oid) or "" if column.kind == "b" else ""
-                fit = _text if column.kind == "e" else _array if column.element_oid is not None else _FITS.get(name)
+                fit = _text if column.kind == "e" else _array if column.element else _FITS.get(name)
                 if fit is None or (fitted := fit(array, column)) is None:
                     return None
                 arrays.append(fitted)
@@ -135,7 +135,8 @@ def _uuid(array: Any, _: Column) -> Any:
 
 def _array(array: Any, column: Column) -> Any:
     """Postgres compares the type of the elements, so only the usual ones need be told apart here."""
-    wanted = _ELEMENTS.get(name_of(column.element_oid) or "")
+    element = column.element
+    wanted = None if element is None or element.is_domain else _ELEMENTS.get(name_of(element.type_oid) or "")
     kind = array.type
     if wanted is None or not (pa.types.is_list(kind) or pa.types.is_large_list(kind)):
         return None

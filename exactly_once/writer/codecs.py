@@ -16,14 +16,6 @@ from .errors import cut
 from .literals import read_array, read_multirange, read_range, read_record
 from .table import Column
 
-_RANGES = {
-    "int4range": "int4",
-    "int8range": "int8",
-    "numrange": "numeric",
-    "tsrange": "timestamp",
-    "tstzrange": "timestamptz",
-    "daterange": "date",
-}
 _PLAIN: dict[str, Codec] = {**numbers.CODECS, **texts.CODECS, "date": times.DATE}
 _BY_MODIFIER: dict[str, Callable[[int], Codec]] = {
     "numeric": numbers.numeric,
@@ -41,9 +33,16 @@ def codec_of(column: Column, naive: Naive = "refuse") -> Codec:
         return _composite(column, naive)
     if column.kind == "e":
         return texts.CODECS["text"]
-    if column.element is not None:
-        return _array(column, column.element, naive)
-    return _scalar(name_of(column.type_oid), column.typmod, naive)
+    name = name_of(column.type_oid)
+    if column.part is not None:
+        make = {"r": _range, "m": _multirange}.get(column.kind, _array)
+        return make(name, column.part, codec_of(column.part, naive))
+    if name is None:  # what is not known here goes as text
+        return by_text()
+    if name in ("timestamp", "timestamptz"):
+        return times.timestamp(name, column.typmod, naive)
+    maker = _BY_MODIFIER.get(name)
+    return maker(column.typmod) if maker else _PLAIN.get(name, by_text())
 
 
 def name_of(oid: int | None) -> str | None:
@@ -52,22 +51,7 @@ def name_of(oid: int | None) -> str | None:
     return info.name if info is not None and info.oid == oid else None
 
 
-def _scalar(name: str | None, typmod: int, naive: Naive) -> Codec:
-    """Find the codec of a built-in type; what is not known here goes as text."""
-    if name is None:
-        return by_text()
-    if name in _RANGES:
-        return _range(name, _scalar(_RANGES[name], -1, naive))
-    if name.endswith("multirange"):
-        name_of_part = name.replace("multirange", "range")
-        return _multirange(name, _scalar(name_of_part, -1, naive)) if name_of_part in _RANGES else by_text()
-    if name in ("timestamp", "timestamptz"):
-        return times.timestamp(name, typmod, naive)
-    maker = _BY_MODIFIER.get(name)
-    return maker(typmod) if maker else _PLAIN.get(name, by_text())
-
-
-def _range(name: str, bound: Codec) -> Codec:
+def _range(name: str | None, _: Column, bound: Codec) -> Codec:
     def coerce(value: Any) -> Any:
         if isinstance(value, str):
             value = read_range(value)
@@ -75,21 +59,24 @@ def _range(name: str, bound: Codec) -> Codec:
             refuse("a range is wanted")(value)
         if value.isempty:
             return Range(empty=True)
-        lower, upper = bound.convert(value.lower), bound.convert(value.upper)
+        lower, upper = (
+            converted if name is not None else bound.as_text(converted)
+            for converted in map(bound.convert, (value.lower, value.upper))
+        )
         converted = Range(lower, upper, value.bounds or "[)")
         return as_literal(converted) if isinstance(lower, str) or isinstance(upper, str) else converted
 
-    return named(name, set(), coerce)
+    return named(name, set(), coerce) if name is not None else by_text(lambda value: as_literal(coerce(value)))
 
 
-def _multirange(name: str, part: Codec) -> Codec:
+def _multirange(name: str | None, _: Column, part: Codec) -> Codec:
     def coerce(value: Any) -> Any:
         parts = [part.convert(p) for p in (read_multirange(value) if isinstance(value, str) else value)]
         if any(isinstance(p, str) for p in parts):
             return "{" + ",".join(map(as_literal, parts)) + "}"
         return Multirange(parts)
 
-    return named(name, set(), coerce)
+    return named(name, set(), coerce) if name is not None else by_text(coerce)
 
 
 def _composite(column: Column, naive: Naive) -> Codec:
@@ -121,16 +108,14 @@ def _read(codec: Codec, text: str | None) -> Any:
     return bytes.fromhex(text[2:])
 
 
-def _array(column: Column, element_column: Column, naive: Naive) -> Codec:
+def _array(name: str | None, column: Column, element: Codec) -> Codec:
     """Make the codec of an array: its parts are converted one by one, because the dumper looks at none."""
-    element = codec_of(element_column, naive)
-    # Elements of a domain go as text: Postgres wants their own type in the binary form.
-    name = name_of(column.element_oid)
-    is_json = element.wire == BYTEA and element_column.type_oid != BYTEA
-    is_text = element.wire is None or is_json or name in (None, "bpchar")  # the driver dumps no arrays of bpchar
+    is_json = element.wire == BYTEA and column.type_oid != BYTEA
+    # Elements of a domain go as text: Postgres wants their own type in the binary form; the driver dumps no bpchar.
+    is_text = element.wire is None or is_json or column.is_domain or name_of(column.type_oid) in (None, "bpchar")
 
     def parts(value: Any) -> Any:
-        if isinstance(value, list) or (isinstance(value, tuple) and element_column.kind != "c"):  # else a record
+        if isinstance(value, list) or (isinstance(value, tuple) and column.kind != "c"):  # else a record
             return [parts(part) for part in value]
         converted = element.convert(value)
         return element.as_text(converted) if is_text else converted
@@ -161,8 +146,7 @@ def _array(column: Column, element_column: Column, naive: Naive) -> Codec:
 
     if is_text:
         return by_text(coerce)
-    assert name is not None
-    return Codec(wire=registry[name].array_oid, coerce=coerce)
+    return Codec(wire=registry[column.type_oid].array_oid, coerce=coerce)
 
 
 def _dimensions(value: Any, whole: Any) -> tuple[int, ...]:

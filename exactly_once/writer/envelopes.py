@@ -97,7 +97,7 @@ class Format:
     """Turns messages into JSON. This one is for JSON, a row each; it depends on neither table nor schema."""
 
     left_out = 0
-    """How many rows did not go on so far."""
+    """How many rows, deletes and truncates did not go on so far."""
 
     def prepare(self, columns: Mapping[str, Column], *, mode: Mode, key: Sequence[str]) -> None:
         """Get ready for a table, whose columns are given by the names of the fields that fill them.
@@ -302,9 +302,9 @@ class Envelope(Format):
         return converted(row, schema, self._columns)
 
     def _truncate(self) -> None:
+        self.left_out += 1
         if not self._skips_truncate:
             raise BadRow('the source table was truncated: empty this one, and say on_truncate = "skip"')
-        self.left_out += 1
 
     def _stored(self, message: Message, before: Row | None, after: Row) -> Iterator[tuple[bytes | None, Row | None]]:
         """Store a row; where it had another key before, delete that one."""
@@ -348,8 +348,10 @@ class Envelope(Format):
 
     def _tombstone(self, message: Message) -> Iterator[tuple[bytes | None, Row | None]]:
         """Delete, because compaction may have left nothing but the tombstone of a delete."""
-        if self._is_behind_delete or self._on_tombstone == "skip":
-            self.left_out += not self._is_behind_delete
+        if self._is_behind_delete:
+            return
+        if self._on_tombstone == "skip":
+            self.left_out += 1
             return
         (key, is_object), topic = self._key_of(message), message.topic()
         lacks = key is not None and not set(self._key) <= set(key)

@@ -309,7 +309,9 @@ class Shaped(Format):
     def read(self, message: Message) -> Iterator[Change]:
         """Yield the rows that are wanted."""
         before = self._inner.left_out
-        for key, value in self._inner.read(message):
+        changes = list(self._inner.read(message))
+        self.left_out += self._inner.left_out - before
+        for key, value in changes:
             if value is None:
                 yield key, None
                 continue
@@ -331,7 +333,6 @@ class Shaped(Format):
                 if sources and not any(f"{name}{self._flatten}".startswith(each) for each in self._dropped):
                     flat.setdefault(name, nothings[max(sources, key=len)])
             yield key, msgspec.json.encode(flat)
-        self.left_out += self._inner.left_out - before
 
     def types(self, message: Message) -> dict[str, str]:
         """Return the types of what stays as it was."""

@@ -156,24 +156,24 @@ class JsonDecoder:
 
     def decode(self, messages: Sequence[Message]) -> Decoded:
         """Describe the rows; a message is decoded when its row is asked for."""
-        given = len(messages)
+        wanted = messages
         if self._on_tombstone == "skip":
-            messages = [m for m in messages if m.value() is not None]
+            wanted = [m for m in messages if m.value() is not None]
         unused: Counter[str] = Counter()
 
         def make() -> Iterator[Row]:
             unused.clear()
-            return self._rows(messages, unused, at_once=_AT_ONCE)
+            return self._rows(wanted, unused, at_once=_AT_ONCE)
 
         return Decoded(
             columns=self._columns,
-            origins=messages,
+            origins=wanted,
             make=make,
             exact=self._exact,
             partial={self._rest: merged} if self._rest else {},
             unused=unused,
+            filtered=len(messages) - len(wanted),
             unfilled=self._unfilled.values(),
-            filtered=given - len(messages),
         )
 
     # How the columns are filled.

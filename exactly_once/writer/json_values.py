@@ -123,7 +123,7 @@ def fast_type(column: Column, reading: Reading) -> Any:
 
 def is_exact(column: Column, reading: Reading) -> bool:
     """Tell whether what is accepted needs no further look."""
-    if reading.is_special(column) or column.kind not in ("b", "e") or column.element_oid is not None:
+    if reading.is_special(column) or column.kind not in ("b", "e") or column.element is not None:
         return False
     name = base_name(column) if column.kind == "b" else "text"
     if name in TIMESTAMPS and reading.naive != "refuse":
@@ -191,7 +191,7 @@ def _advice(column: Column, raw: bytes, reading: Reading) -> str:
     if is_number and name in TIMES:
         return f'epoch = {{ {column.name} = "ms" }} takes a number, here of milliseconds'
     if raw.startswith((b"{", b"[")):
-        return f"jsonb takes it: {_alter(column, 'jsonb', 'to_jsonb')}" if column.element_oid is None else ""
+        return f"jsonb takes it: {_alter(column, 'jsonb', 'to_jsonb')}" if column.element is None else ""
     if (is_text or is_number) and name == "bool":
         takes = "" if reading.lax else 'lax = true takes 1, 0, "true", "false", "t" and "f"; '
         return f"{takes}jsonb takes all: {_alter(column, 'jsonb', 'to_jsonb')}"

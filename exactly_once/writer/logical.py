@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from datetime import datetime, timedelta
 from functools import lru_cache, partial
 from typing import Literal
+from uuid import UUID
 
 import msgspec
 from msgspec import Raw
@@ -99,8 +100,7 @@ def _raw(convert: Convert, value: Raw, column: Column | None = None) -> Raw:
 
 
 def _array(convert: Convert, text: bytes, column: Column | None) -> bytes:
-    oid = None if column is None else column.element_oid
-    element = None if oid is None else Column(name="", type_name="", base_name="", type_oid=oid)
+    element = None if column is None else column.element
     return msgspec.json.encode([_raw(convert, each, element) for each in msgspec.json.decode(text, type=list[Raw])])
 
 
@@ -127,6 +127,8 @@ def _text(value: str) -> bytes:
 _EPOCH = EPOCH.replace(tzinfo=None)
 _DIGITS = {"s": 0, "ms": 3, "us": 6, "ns": 9}
 _DAY_SECONDS = 86_400
+# What Debezium says of Postgres's bit varying without a length.
+_NO_LENGTH = 2**31 - 1
 
 
 def _since_epoch(*, days: int = 0, seconds: int = 0) -> datetime:
@@ -175,15 +177,20 @@ def _duration(_: Mapping[str, str], text: bytes, column: Column | None) -> bytes
 
 
 def _decimal(parameters: Mapping[str, str], text: bytes, column: Column | None) -> bytes:
-    """Write an integer in base64, and its scale, which may be beside it, as a decimal; a number stays as it is."""
+    """Write an integer in base64, and its scale, which may be beside it, as a number; a number stays as it is."""
     value = msgspec.json.decode(text)
     if isinstance(value, str):
         value = {"value": value, "scale": int(parameters["scale"])}
     if not isinstance(value, dict):
         return text
-    written = f"{scaled(base64.b64decode(value['value'], validate=True), value['scale']):f}"
-    # A text would be taken for what money is in the server's language.
-    return written.encode() if column is None or _type(column) in (*NUMBERS, "money") else _text(written)
+    return f"{scaled(base64.b64decode(value['value'], validate=True), value['scale']):f}".encode()
+
+
+def _uuid(_: Mapping[str, str], text: bytes, column: Column | None) -> bytes:
+    """Write the 16 bytes of a UUID as text."""
+    if _type(column) == "bytea":
+        return text
+    return _text(str(UUID(bytes=base64.b64decode(msgspec.json.decode(text, type=str), validate=True))))
 
 
 def _json(_: Mapping[str, str], text: bytes, column: Column | None) -> bytes:
@@ -214,7 +221,10 @@ def _bits(parameters: Mapping[str, str], text: bytes, column: Column | None) -> 
     number = int.from_bytes(base64.b64decode(msgspec.json.decode(text, type=str), validate=True), "little")
     if _type(column) in NUMBERS:
         return str(number).encode()
-    return _text(f"{number:0{int(parameters.get('length', 1))}b}")
+    length = int(parameters.get("length", 1))
+    if length == _NO_LENGTH:
+        raise ValueError("the source does not tell how many bits it has, the first of which may be 0: make it bytea")
+    return _text(f"{number:0{length}b}")
 
 
 def _geometry(_: Mapping[str, str], text: bytes, column: Column | None) -> bytes:
@@ -260,6 +270,7 @@ _LOGICAL: dict[str, tuple[Callable[[Mapping[str, str], bytes, Column | None], by
     "org.apache.kafka.connect.data.Time": (partial(_moment, "time", "ms"), "time"),
     "org.apache.kafka.connect.data.Timestamp": (partial(_moment, "timestamp", "ms"), "timestamp"),
     "org.apache.kafka.connect.data.Decimal": (_decimal, "numeric"),
+    "avro.uuid-fixed": (_uuid, "uuid"),
     "avro.timestamp-millis": (partial(_moment, "instant", "ms"), "timestamptz"),
     "avro.timestamp-micros": (partial(_moment, "instant", "us"), "timestamptz"),
     "avro.timestamp-nanos": (partial(_moment, "instant", "ns"), "timestamptz"),

@@ -6,6 +6,7 @@ import itertools
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from datetime import datetime
 from decimal import Decimal
 from typing import Any
 
@@ -103,10 +104,7 @@ class Plan:
             positions = self.positions(first_wins)
             columns = [[row[i] for row in rows] for i in positions]
             keeps_order = not columns or not all(map(self.is_comparable, positions, columns))
-            try:
-                keeps_order = keeps_order or len(set(zip(*columns, strict=True))) < len(rows)
-            except TypeError:  # bytes that can be changed
-                keeps_order = True
+            keeps_order = keeps_order or len(set(zip(*columns, strict=True))) < len(rows)
         groups: dict[tuple[int, tuple[int, ...]], list[Row]] = {}
         number, before = 0, None
         for row in rows:
@@ -167,7 +165,8 @@ class Plan:
         """
         natives, arrays = [], []
         for column, codec, values in zip(self.columns, self.codecs, zip(*prepared.rows, strict=True), strict=True):
-            is_scalar = column.element_oid is None and codec.wire == column.type_oid
+            # The driver takes the type of all ranges in a list from one bound of the first.
+            is_scalar = column.kind == "b" and column.element is None and codec.wire == column.type_oid
             is_native = prepared.is_binary and is_scalar and len({*map(type, values)} - {_NONE}) <= 1
             natives.append(is_native)
             arrays.append(list(values) if is_native else list(map(codec.as_text, values)))
@@ -184,7 +183,7 @@ class Plan:
 
     def _is_plain(self, position: int) -> bool:
         column = self.columns[position]
-        is_known = column.kind == "e" or (column.element_oid is None and name_of(column.type_oid) in _COMPARABLE)
+        is_known = column.kind == "e" or (column.element is None and name_of(column.type_oid) in _COMPARABLE)
         return is_known and column.is_deterministic
 
     def is_ordered(self, position: int, values: Iterable[Any]) -> bool:
@@ -193,11 +192,9 @@ class Plan:
         return column.kind == "b" and name_of(column.type_oid) in _ORDERED and self._is_native(position, values)
 
     def _is_native(self, position: int, values: Iterable[Any]) -> bool:
-        """Tell whether values are no text for the server to read, and no NaN, which Postgres finds equal to itself."""
+        """Tell whether Python compares values as Postgres does: none is a text for the server to read, or is odd."""
         codec = self.codecs[position]
-        if codec.wire is None:
-            return False
-        return not any(codec.is_literal(v) or (isinstance(v, Decimal) and v.is_nan()) for v in values)
+        return codec.wire is not None and not any(codec.is_literal(value) or _is_odd(value) for value in values)
 
     def find_bad(self, rows: Iterable[Row], origins: Sequence[Message] | None) -> BadRow | None:
         """Look for the row that cannot be made or encoded, one by one; None when all can."""
@@ -233,6 +230,14 @@ class Plan:
                 except Exception as error:  # noqa: BLE001 - the driver's dumpers raise what they please
                     return _bad(error, origins, index, name)
         return None
+
+
+def _is_odd(value: Any) -> bool:
+    """Tell whether Python finds a value equal to others than Postgres does."""
+    if isinstance(value, datetime):
+        # Of two times in one zone it compares the clocks, one of which may show an hour twice.
+        return value.tzinfo is not None and value.tzinfo.utcoffset(None) is None
+    return isinstance(value, (bytearray, memoryview)) or (isinstance(value, Decimal) and value.is_nan())
 
 
 def encode_binary(rows: Iterable[Sequence[Any]], wires: Sequence[int]) -> Iterator[bytearray]:

@@ -59,6 +59,7 @@ _LOGICAL = {
     "local-timestamp-nanos": "io.debezium.time.NanoTimestamp",
     "decimal": "org.apache.kafka.connect.data.Decimal",
     "uuid": "io.debezium.data.Uuid",
+    "uuid-fixed": "avro.uuid-fixed",
 }
 
 
@@ -270,7 +271,7 @@ def _schema_of_avro(schema: Any, space: str, known: dict[str, Schema]) -> Schema
         full = full if "." in full or not space else f"{space}.{full}"
         known[full] = Schema(_PRIMITIVES.get(kind, kind))  # for one that holds itself
     logical = schema.get("logicalType")
-    name = schema.get("connect.name") or _LOGICAL.get(logical)
+    name = schema.get("connect.name") or _LOGICAL.get("uuid-fixed" if (logical, kind) == ("uuid", "fixed") else logical)
     parameters = dict(schema.get("connect.parameters") or {})
     if logical == "decimal":
         parameters["scale"] = str(schema.get("scale", 0))
@@ -343,8 +344,13 @@ def _protobuf(text: str, references: list[tuple[str, str]], url: str) -> Read:
             start = _with_schema(_schema_of_protobuf(descriptor))
             kinds[path] = message_factory.GetMessageClass(descriptor), start
         kind, start = kinds[path]
+        found = kind.FromString(data)
+        size = found.ByteSize()
+        found.DiscardUnknownFields()  # which JSON has no names for
+        if found.ByteSize() != size:
+            raise ValueError("it has fields that the schema does not: register the one that it was written with")
         told = json_format.MessageToJson(
-            kind.FromString(data),
+            found,
             preserving_proto_field_name=True,
             always_print_fields_with_no_presence=True,  # a zero is sent as nothing
             indent=None,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Literal
 
 import psycopg
@@ -37,29 +37,24 @@ class Column:
     """Whether Postgres numbers it always, so that it is filled only where it is named."""
     is_numbered: bool = False
     """Whether its default is the next number of a sequence."""
-    element_oid: int | None = None
-    element_base_oid: int | None = None
-    """The type below the domains of the elements."""
-    element_kind: str = "b"
-    element_typmod: int | None = None
+    is_domain: bool = False
     is_deterministic: bool = True
     operator_schema: str | None = None
     """Where the operators are by which an index of its type compares; None for a type without any of its own."""
     attributes: Sequence[Column] = ()
-    """Of a composite type, or of one that is the element of an array."""
+    """Of a composite type."""
+    part: Column | None = None
+    """What the elements of an array, the bounds of a range, or the ranges of a multirange are; it has no name."""
 
     @property
     def element(self) -> Column | None:
         """What an array's elements are; None for what is no array."""
-        if self.element_oid is None:
-            return None
-        return replace(
-            self,
-            type_oid=self.element_base_oid or self.element_oid,
-            typmod=self.typmod if self.element_typmod is None else self.element_typmod,
-            kind=self.element_kind,
-            element_oid=None,
-        )
+        return self.part if self.kind == "b" else None
+
+    @property
+    def has_attributes(self) -> bool:
+        """Whether a composite type is in it, at any depth."""
+        return bool(self.attributes) or (self.part is not None and self.part.has_attributes)
 
     def is_left_out(self, missing: OnMissing | None) -> bool:
         """Tell whether a row that lacks it is stored without it, and not with a null."""
@@ -151,7 +146,9 @@ def read_table(connection: Connection, name: str | sql.Identifier) -> Table:
         alike = ", ".join(a for (a,) in cursor.execute(query("find_alike", ""), {"name": last}, prepare=False))
         hint = f"; there is {alike} (upper case needs quotes, another schema its name)" if alike else ""
         raise TableMissing(f"there is no table {text}{hint}")
-    oid, is_writable = found.pop("oid"), found.pop("is_writable")
+    oid, is_writable, reads_nulls = (found.pop(name) for name in ("oid", "is_writable", "reads_nulls"))
+    if not reads_nulls:  # a null in an array would be stored as the text NULL
+        raise TableError(f"{text}: array_nulls is off in this session: ALTER ROLE or DATABASE ... SET array_nulls = on")
     if not is_writable:
         raise TableError(f"{text} is not a table; rows can be written to tables, partitioned and foreign ones too")
     keys = cursor.execute(query("keys_of_table", ""), {"oid": oid}, prepare=False).fetchall()
@@ -182,11 +179,17 @@ def _shape_of(identifier: sql.Identifier) -> sql.Composed:
     return query("shape_of_table", "", qualified=sql.Literal(identifier.as_string(None)))
 
 
-def _columns(connection: Connection, oid: int) -> list[Column]:
-    cursor = cursor_on(connection, dict_row)
-    rows = cursor.execute(query("columns_of_table", ""), {"oid": oid}, prepare=False).fetchall()
-    inner = [row.pop("composite_oid") for row in rows]
-    return [
-        Column(**row, attributes=_columns(connection, composite) if composite else ())
-        for row, composite in zip(rows, inner, strict=True)
-    ]
+def _columns(
+    connection: Connection, oid: int | None, *, part: int | None = None, typmod: int | None = None
+) -> list[Column]:
+    """Return the columns of a table or composite type, or the part of a type as the only one."""
+    values = {"oid": oid, "part": part, "typmod": typmod}
+    rows = cursor_on(connection, dict_row).execute(query("columns_of_table", ""), values, prepare=False).fetchall()
+    columns = []
+    for row in rows:
+        composite, part = row.pop("composite_oid"), row.pop("part_oid")
+        attributes = _columns(connection, composite) if composite else ()
+        # The modifier of an array is that of its elements; ranges have none.
+        parts = _columns(connection, None, part=part, typmod=row["typmod"]) if part else [None]
+        columns.append(Column(**row, attributes=attributes, part=parts[0]))
+    return columns

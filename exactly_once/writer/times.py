@@ -9,7 +9,7 @@ from datetime import UTC, date, datetime, time, timedelta
 from operator import attrgetter
 from typing import Any
 
-from .codec import Codec, Naive, by_text, named, refuse, text_or
+from .codec import Codec, Naive, as_literal, by_text, named, refuse
 from .errors import cut
 
 _ZONE = attrgetter("tzinfo")
@@ -24,6 +24,9 @@ _LONG_FRACTION = re.compile(r"[.,](\d{7,})")
 _MIDNIGHT = re.compile(r"24:00(?::00(?:\.0+)?)?(?P<zone>[Zz]|[+-][\d:]+)?", re.ASCII)
 _END_OF_DAY = re.compile(r"(?<=[Tt ])24(?=(?::?00(?::?00(?:[.,]0+)?)?)?(?:[Zz+-]|$))", re.ASCII)
 _FAR_YEAR = re.compile(r"[+-]?\d{5,}-|[+-]\d{4}-", re.ASCII)
+# An interval that begins with a minus and has no other sign, and where its other numbers begin.
+_ONE_SIGN = re.compile(r"[\s@]*-(?=[\d.])(?:[^-+]|(?<=\d)-)*", re.ASCII)
+_OTHER_NUMBER = re.compile(r"(?<=[^\d.:+\-eE])(\.?)(?=\d)", re.ASCII)
 EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 _SECOND = 1_000_000
 _DAY = 86_400 * _SECOND
@@ -94,7 +97,15 @@ def clock(name: str, typmod: int) -> Codec:
 
 def interval(typmod: int) -> Codec:
     """Make the codec of interval; one with restricted fields goes as text."""
-    return by_text() if typmod >= 0 else named("interval", {timedelta}, text_or("an interval is wanted"))
+
+    def coerce(value: Any) -> str:
+        text = value if isinstance(value, str) else refuse("an interval is wanted")(value)
+        # With IntervalStyle sql_standard the only sign would be that of all numbers.
+        return _OTHER_NUMBER.sub(lambda m: "+0." if m[1] else "+", text) if _ONE_SIGN.fullmatch(text) else text
+
+    if typmod < 0:
+        return named("interval", {timedelta}, coerce)
+    return by_text(lambda value: as_literal(value if isinstance(value, timedelta) else coerce(value)))
 
 
 def read_moment(text: str) -> datetime:

@@ -30,7 +30,8 @@ SMALL_BATCH = 500
 
 # Their keys, members or letters would be taken for values.
 _NO_ROWS = (Mapping, Set, str, bytes)
-_BAD_DATA = ("22", "23", "P0001")
+# 54: a value that no index takes, or JSON that is too deep.
+_BAD_DATA = ("22", "23", "54", "P0001")
 _STALE = ("42", "22P03", "0A000")
 # No operator, or more than one: a column of date or of text has no sums.
 _NO_OPERATOR = ("42883", "42725")
@@ -235,7 +236,7 @@ class TableWriter:
 
     def _doubt(self, error: Exception) -> None:
         """Read the table anew before the row is refused again: its shape does not tell of a type's attributes."""
-        is_telling = self._table is None or not any(column.attributes for column in self._table.columns)
+        is_telling = self._table is None or not any(column.has_attributes for column in self._table.columns)
         if isinstance(error, BadRow) and not is_telling:
             self._table = None
 

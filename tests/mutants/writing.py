@@ -404,12 +404,19 @@ WRITING = (
         (
             "tests/writer/test_table_writer.py::test_keys_that_postgres_finds_equal_are_one_key",
             "tests/writer/test_upsert.py::test_the_first_row_of_a_key_stays_whatever_fields_others_lack",
+            "tests/writer/test_upsert.py::test_the_hour_that_comes_twice_in_a_time_zone_is_two",
         ),
         (
             "key-nan",
             "two rows whose key is NaN are two",
-            " or (isinstance(v, Decimal) and v.is_nan()) for v in values)",
-            " for v in values)",
+            " or (isinstance(value, Decimal) and value.is_nan())",
+            "",
+        ),
+        (
+            "key-hour-twice",
+            "the hour that comes twice when clocks are set back is one key",
+            "return value.tzinfo is not None and value.tzinfo.utcoffset(None) is None",
+            "return False",
         ),
         (
             "first-overtaken",

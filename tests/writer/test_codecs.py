@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ipaddress
 from collections.abc import Callable
+from dataclasses import replace
 from datetime import UTC, date, datetime, time, timedelta
 from decimal import Decimal
 from typing import Any
@@ -15,24 +16,32 @@ from psycopg.types.json import Jsonb
 from psycopg.types.multirange import Multirange
 from psycopg.types.range import Range
 
-from exactly_once.writer.codec import Codec
+from exactly_once.writer.codec import Codec, Naive
 from exactly_once.writer.codecs import codec_of
 from exactly_once.writer.plan import encode_binary, encode_text
 from exactly_once.writer.table import Column
 
 NOW = datetime(2026, 1, 2, 3, 4, 5, 678901, UTC)
+RANGES = {"int4range": "int4", "int8range": "int8", "numrange": "numeric", "tsrange": "timestamp"}
+RANGES |= {"tstzrange": "timestamptz", "daterange": "date"}
 
 
-def codec(name: str, typmod: int = -1, **more: Any) -> Codec:
+def codec(name: str, typmod: int = -1, naive: Naive = "refuse") -> Codec:
+    return codec_of(column_of(name, typmod), naive)
+
+
+def column_of(name: str, typmod: int = -1) -> Column:
     is_array = name.endswith("[]")
     info = registry[name.removesuffix("[]")]
-    oid = info.array_oid if is_array else info.oid
-    element = {"element_oid": info.oid} if is_array else {}
-    naive = more.pop("naive", "refuse")
-    column = Column(
-        name="c", type_name=name, base_name=name, type_oid=oid, typmod=typmod, **{"kind": "b", **element, **more}
-    )
-    return codec_of(column, naive)
+    oid, kind, part = info.oid, "b", RANGES.get(name)
+    if is_array:
+        oid, part = info.array_oid, info.name
+    elif name.endswith("multirange"):
+        kind, part = "m", name.replace("multirange", "range")
+    elif part is not None:
+        kind = "r"
+    made = None if part is None else column_of(part, typmod)
+    return Column(name="c", type_name=name, base_name=name, type_oid=oid, typmod=typmod, kind=kind, part=made)
 
 
 def attributes(*names: str) -> list[Column]:
@@ -111,6 +120,7 @@ REFUSED: list[tuple[str, int, list[Any]]] = [
     ("timestamptz", 0, [NOW]),
     ("timestamptz", -1, [Nanosecond(2026, 1, 2, tzinfo=UTC)]),
     ("interval", -1, [5]),
+    ("interval", 0x7FFF0000, [5]),
     ("money", -1, [Decimal("12.345"), Decimal("12.50"), 0.1, True, float("inf"), b"1"]),
     ("bit", -1, [10, Decimal(10), True]),
     ("varbit", -1, [10]),
@@ -206,7 +216,11 @@ def test_timestamps_are_taken_as_utc_where_that_was_chosen() -> None:
     [
         ({"kind": "c", "attributes": attributes("a", "b", "c")}, {"a": 1, "b": 'x"\\,'}, '(1,"x""\\\\,",)'),
         ({"kind": "c", "attributes": attributes("a", "b")}, ("", None), '("",)'),
-        ({"element_oid": 1, "element_kind": "e"}, ["a", None, "NULL", "x y", 'q"'], '{a,NULL,"NULL","x y","q\\""}'),
+        (
+            {"part": replace(column_of("text"), kind="e", type_oid=1)},
+            ["a", None, "NULL", "x y", 'q"'],
+            '{a,NULL,"NULL","x y","q\\""}',
+        ),
         ({}, 5, "5"),
         ({}, Decimal("1.50"), "1.50"),
     ],

@@ -161,8 +161,20 @@ def test_what_cannot_be_done_is_refused_and_named(
 
 def test_deletes_and_truncates_can_be_skipped(table: str, db: Database) -> None:
     sent = messages(*CHANGES[:7], (None, change("t", None, None)))
-    write(db, sink(table, "debezium", "append", on_tombstone="skip", on_truncate="skip"), [sent[:4], sent[5:]])
+    skipping = sink(table, "debezium", "append", on_tombstone="skip", on_truncate="skip")
+    write(db, skipping, [sent[:4], sent[5:]])
     assert rows(db, table) == [(1, "a"), (2, "b"), (3, "c"), (4, "d")]
+    assert skipping.filtered_messages == 3  # the delete, its tombstone, the truncate
+
+
+def test_deletes_that_are_skipped_are_counted_beside_a_filter() -> None:
+    form = Shaped(format_of("debezium", on_tombstone="skip"), where={"name": ("a",)})
+    decoder = FormatDecoder(JsonDecoder(on_tombstone="skip"), form)
+    columns = [Column(name=n, type_name="", base_name="", type_oid=25) for n in ("id", "name")]
+    decoder.prepare(Table(schema="public", name="t", columns=columns), mode="append", key=())
+    sent = [(None, change("c", None, {"id": "1", "name": name})) for name in "ab"]
+    decoded = decoder.decode(messages(*sent, (None, change("d", {"id": "1"}, None)), (None, None)))
+    assert (list(decoded), decoded.filtered) == ([("1", "a")], 3)
 
 
 def test_a_large_value_that_was_not_logged_stays(db: Database, table: str) -> None:
@@ -436,6 +448,8 @@ TYPES: list[tuple[str, dict[str, Any], Any, str]] = [
     ("numeric", field("v", "bytes", f"{CONNECT}Decimal", parameters={"scale": "2"}), 1.5, "1.5"),
     ("numeric", field("v", "bytes", f"{CONNECT}Decimal", parameters={"scale": "40"}), base64_of(10**60 + 1), str(10**20) + "." + "0" * 39 + "1"),
     ("text", field("v", "bytes", f"{CONNECT}Decimal", parameters={"scale": "2"}), base64_of(150), "1.50"),
+    ("jsonb", field("v", "bytes", f"{CONNECT}Decimal", parameters={"scale": "2"}), base64_of(150), "1.50"),
+    ("bytea", field("v", "bytes", f"{DEBEZIUM}data.Bits", parameters={"length": "2147483647"}), "BQI=", "\\x0502"),
     ("numeric", field("v", "struct", f"{DEBEZIUM}data.VariableScaleDecimal"), {"scale": 1, "value": base64_of(15)}, "1.5"),
     ("text", field("v", "string", f"{DEBEZIUM}data.Json"), '{"lang": "de"}', '{"lang": "de"}'),
     ("uuid", field("v", "string", f"{DEBEZIUM}data.Uuid"), "01234567-89ab-cdef-0123-456789abcdef", "01234567-89ab-cdef-0123-456789abcdef"),
@@ -506,6 +520,8 @@ def test_a_text_that_may_be_a_number_or_its_base64_is_refused_where_no_schema_te
     [
         (field("v", "bytes", f"{CONNECT}Decimal", parameters={"scale": "2"}), "no base64!", "no base64!"),
         (field("v", "struct", f"{DEBEZIUM}data.geometry.Geometry"), {"wkb": "", "srid": None}, "is not of the type"),
+        # Postgres's bit varying without a length.
+        (field("v", "bytes", f"{DEBEZIUM}data.Bits", parameters={"length": "2147483647"}), "BQI=", "make it bytea"),
     ],
 )
 def test_a_value_that_is_not_of_its_logical_type_names_its_field(
@@ -514,6 +530,14 @@ def test_a_value_that_is_not_of_its_logical_type_names_its_field(
     db.execute(f"CREATE TABLE {name} (id int PRIMARY KEY, v text)")
     wrapped = {"schema": {"type": "struct", "fields": [kind]}, "payload": {"id": 1, "v": value}}
     with pytest.raises(BadRow, match=rf"t\[0\] offset 0: column v: .*{said}"), db.transaction():
+        sink(name, "connect").write(db, messages((None, wrapped)))
+
+
+def test_a_decimal_is_no_interval_of_seconds(db: Database, name: str) -> None:
+    db.execute(f"CREATE TABLE {name} (id int PRIMARY KEY, v interval)")
+    kind = field("v", "bytes", f"{CONNECT}Decimal", parameters={"scale": "2"})
+    wrapped = {"schema": {"type": "struct", "fields": [kind]}, "payload": {"id": 1, "v": base64_of(150)}}
+    with pytest.raises(BadRow, match=r"column v: .* not 1\.50"), db.transaction():
         sink(name, "connect").write(db, messages((None, wrapped)))
 
 

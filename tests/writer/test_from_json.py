@@ -36,7 +36,7 @@ def table(**types: str) -> Table:
                 type_name=type_name,
                 base_name=type_name,
                 type_oid=info.array_oid if is_array else info.oid,
-                element_oid=info.oid if is_array else None,
+                part=Column(name="", type_name="", base_name="", type_oid=info.oid) if is_array else None,
             )
         )
     return Table(schema="public", name="t", columns=columns)
@@ -373,6 +373,7 @@ def test_a_tombstone_is_refused_in_other_modes_or_skipped_by_choice() -> None:
     found = decoded.decode(messages({"a": 1}, None, {"a": 2}))
     assert list(found) == [(1,), (2,)]
     assert [m.offset() for m in found.origins] == [0, 2]
+    assert found.filtered == 1
 
 
 @pytest.mark.parametrize(

@@ -17,6 +17,7 @@ from decimal import Decimal
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from io import BytesIO
 from typing import Any
+from uuid import UUID
 
 import psycopg
 import pytest
@@ -157,6 +158,7 @@ PAYMENT = record(
     at=logical("long", "timestamp-millis"),
     plain=logical("long", "local-timestamp-micros"),
     token=logical("string", "uuid"),
+    short_token=logical("fixed", "uuid", name="Sixteen", size=16),
     raw="bytes",
     low="double",
     single="float",
@@ -167,8 +169,8 @@ PAYMENT = record(
     either=["null", "string", "int"],
 )
 COLUMNS = """(id bigint PRIMARY KEY, name text, amount numeric, fixed numeric, day date, clock time, at timestamptz,
-    plain timestamp, token uuid, raw bytea, low float8, single real, color text, list int[], deep jsonb, again text,
-    either text)"""
+    plain timestamp, token uuid, short_token uuid, raw bytea, low float8, single real, color text, list int[],
+    deep jsonb, again text, either text)"""
 TOKEN = "01234567-89ab-cdef-0123-456789abcdef"
 
 
@@ -181,6 +183,7 @@ def test_avro_of_every_type_ends_as_what_it_stands_for(registry: StandIn, db: Da
     unscaled = (-1234567890123456789).to_bytes(9, signed=True)
     value |= {"amount": unscaled, "fixed": (-1).to_bytes(4, signed=True), "day": -1, "clock": 3723000001}
     value |= {"at": 1767323045678, "plain": 1767323045678901, "token": TOKEN, "raw": b"\0\xff", "low": float("nan")}
+    value |= {"short_token": UUID(TOKEN).bytes}
     value |= {"single": 0.1, "color": "GREEN", "list": [1, None], "deep": {"a": float("inf")}, "again": "RED"}
     value |= {"either": 5}
     zero = {**value, "id": 1, "amount": None, "fixed": bytes(4), "low": -0.0, "either": None, "name": ""}
@@ -188,7 +191,8 @@ def test_avro_of_every_type_ends_as_what_it_stands_for(registry: StandIn, db: Da
     (first, second) = rows(db, name, "t::text")
     assert second[0] == (
         f'({2**62},,-12345678901234567.89,-0.1,1969-12-31,01:02:03.000001,"2026-01-02 03:04:05.678+00",'
-        f'"2026-01-02 03:04:05.678901",{TOKEN},"\\\\x00ff",NaN,0.1,GREEN,"{{1,NULL}}","{{""a"": ""Infinity""}}",RED,5)'
+        f'"2026-01-02 03:04:05.678901",{TOKEN},{TOKEN},"\\\\x00ff",NaN,0.1,GREEN,'
+        f'"{{1,NULL}}","{{""a"": ""Infinity""}}",RED,5)'
     )
     assert first[0].startswith('(1,"",,0.0,1969-12-31,')
     assert ",-0,0.1," in first[0]
@@ -390,6 +394,19 @@ def test_protobuf_of_a_message_of_the_file_and_of_one_within_it(registry: StandI
         (f'(5,hi,0,f,"\\\\x00ff",-Infinity,"1970-01-01 00:00:01+00","{{""vip_name"": ""v""}}","{{a,b}}",{2**64 - 1})',),
         ("(7,,,,,,,,,)",),
     ]
+
+
+@pytest.mark.parametrize("unknown", [b"\x58\x07", b"\x42\x02\x10\x01"], ids=["of the message", "of one within it"])
+def test_a_field_that_a_schema_of_protobuf_lacks_is_not_dropped(
+    unknown: bytes, registry: StandIn, db: Database, name: str
+) -> None:
+    db.execute(f"CREATE TABLE {name} (id bigint)")
+    file, customer = protobuf_file()
+    refers = registry.add("", "PROTOBUF", serialized=customer.SerializeToString())
+    references = [registry.reference("customer.proto", refers)]
+    number = registry.add("", "PROTOBUF", serialized=file.SerializeToString(), references=references)
+    with pytest.raises(BadRow, match=rf"not as schema {number} says: it has fields that the schema does not"):
+        write(db, name, registry, message(framed(number, b"\x02\x02" + unknown)))
 
 
 @pytest.mark.parametrize(

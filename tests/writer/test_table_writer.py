@@ -6,8 +6,10 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator, Sequence
+from datetime import datetime
 from decimal import Decimal
 from typing import Any
+from zoneinfo import ZoneInfo
 
 import psycopg
 import pytest
@@ -23,8 +25,11 @@ from tests.support.require import skip_unless
 from tests.support.waiting import until
 from tests.writer.conftest import Connection, MakeTable, messages, rows_of
 
+BERLIN = ZoneInfo("Europe/Berlin")
 WAYS = {"arrays": 500, "stage": 0}
 """How many rows are a small batch: all of them, or none."""
+TOO_LONG = "{" + ",".join(f"[{n**2},{n**2}]" for n in range(2, 3000)) + "}"
+"""A key that no index takes."""
 
 
 @pytest.fixture(params=WAYS)
@@ -265,6 +270,9 @@ def test_a_key_without_a_value_is_refused(change: Any, work: Connection, make_ta
         ("interval", "1 day", "24 hours"),
         ("inet", "10.0.0.1", "10.0.0.1/32"),
         ("timestamptz", "2026-01-01T00:00:00Z", "2026-01-01T01:00:00+01:00"),
+        # No clock shows the first one: an hour is left out.
+        ("timestamptz", datetime(2026, 3, 29, 2, 30, tzinfo=BERLIN), datetime(2026, 3, 29, 3, 30, tzinfo=BERLIN)),
+        ("bytea", bytearray(b"a"), memoryview(b"a")),
         ("jsonb", '{"a": 1}', '{"a":1}'),
         ("int[]", [1], "{1}"),
         ("boolean", "yes", True),
@@ -500,13 +508,14 @@ def test_a_bad_row_behind_rows_that_were_sent_is_named_and_nothing_stays(
         ("(id int, v text UNIQUE)", "x0", None, r"already exists"),
         ("(id int, v text CHECK (v <> 'bad'))", "bad", None, "check"),
         ("(id int, v text)", "a\0", "v", "0x00"),
+        ("(id int, v int4multirange PRIMARY KEY)", TOO_LONG, None, "index row"),
     ],
 )
 def test_an_error_of_copy_names_the_message(
     definition: str, bad: Any, column: str | None, match: str, work: Connection, make_table: MakeTable
 ) -> None:
     table = make_table(definition)
-    rows = [(i, f"x{i}") for i in range(3000)]
+    rows = [(i, f"{{[{i},{i}]}}" if "multirange" in definition else f"x{i}") for i in range(3000)]
     rows[1234] = (1234, bad)
     with pytest.raises(BadRow, match=match) as caught:
         TableWriter(table).write(work, rows, origins=messages(3000))

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from psycopg.types.multirange import Multirange
 from psycopg.types.range import Range
 
-from exactly_once.writer import BadRow, TableWriter
+from exactly_once.writer import BadRow, TableError, TableWriter
 from tests.writer.conftest import Connection, MakeTable
 
 NOON = datetime(2026, 1, 2, 12, 0, 0, 1, UTC)
@@ -71,6 +71,7 @@ TYPES: list[tuple[str, list[Any], list[str | None]]] = [
     ("tstzrange", [Range(NOON, None)], ['["2026-01-02 12:00:00.000001+00",)']),
     ("daterange", [Range("-infinity", date(2026, 1, 1))], ["[-infinity,2026-01-01)"]),
     ("int8multirange", [[Range(1, 2), Range(5, 9)], Multirange()], ["{[1,2),[5,9)}", "{}"]),
+    ("nummultirange", [[Range(1, Decimal("2.5"))], [Range(Decimal("0.5"), 7)]], ["{[1,2.5)}", "{[0.5,7)}"]),
     ("integer[]", [[1, None], [], [[1, 2], [3, 4]], "{5}"], ["{1,NULL}", "{}", "{{1,2},{3,4}}", "{5}"]),
     ("text[]", [["a", None, "NULL", 'q"\\', "", "x y"]], ['{a,NULL,"NULL","q\\"\\\\","","x y"}']),
     ("numeric(5,2)[]", [[Decimal("1.50")]], ["{1.50}"]),
@@ -89,6 +90,10 @@ TYPES: list[tuple[str, list[Any], list[str | None]]] = [
     ("place[]", [[("a b", 1)]], ['{"(\\"a b\\",1)"}']),
     ("short", ["ab"], ["ab"]),
     ('"Odd Type"', ["a%s"], ["a%s"]),
+    ("moments", [Range(NOON, None), "(,2026-01-02T12:00Z]", Range(empty=True)], ['["2026-01-02 12:00:00.000001+00",)', '(,"2026-01-02 12:00:00+00"]', "empty"]),
+    ("moments[]", [["(,2026-01-02T12:00Z]", None]], ['{"(,\\"2026-01-02 12:00:00+00\\"]",NULL}']),
+    ("shorts[]", [["{ab}", None], [["{a}"], ["{b,NULL}"]]], ['{{ab},NULL}'.replace("{ab}", '"{ab}"'), '{{"{a}"},{"{b,NULL}"}}']),
+    ("shorts", [["ab", None]], ["{ab,NULL}"]),
 ]  # fmt: skip
 
 
@@ -102,6 +107,7 @@ def _own_types(postgres_conninfo: str) -> None:
         connection.execute("CREATE DOMAIN short AS varchar(2)")
         connection.execute("CREATE TYPE place AS (name text, size int)")
         connection.execute("""CREATE TYPE "Odd Type" AS ENUM ('a%s')""")
+        connection.execute("CREATE TYPE moments AS RANGE (subtype = timestamptz); CREATE DOMAIN shorts AS varchar(2)[]")
 
 
 WAYS: dict[str, dict[str, Any]] = {
@@ -189,6 +195,36 @@ def test_generated_values_of_every_type_come_back_as_they_were(
         assert all(map(same, wanted, got)), (wanted, got)
 
 
+@pytest.mark.parametrize(
+    ("kind", "value"),
+    [
+        ("moments", "[2026-01-02 12:00,)"),
+        ("moments", Range(NOON.replace(tzinfo=None), None)),
+        ("moments[]", ["[01/02/2026,)"]),
+        ("shorts[]", ['{"a  "}', "{b}"]),
+        ("shorts[]", [['{"a  "}']]),
+    ],
+)
+@pytest.mark.parametrize("way", WAYS)
+def test_parts_of_parts_are_looked_at(way: str, kind: str, value: Any, work: Connection, make_table: MakeTable) -> None:
+    """Postgres would read them by the session's time zone, or cut them."""
+    table = make_table(f"(id int PRIMARY KEY, v {kind})")
+    with pytest.raises(BadRow, match="column v: "):
+        TableWriter(table, **WAYS[way]).write(work, [(0, value)])
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_session_that_reads_null_in_arrays_as_text_is_refused(
+    way: str, work: Connection, make_table: MakeTable
+) -> None:
+    table = make_table("(id int PRIMARY KEY, v text, w char(5)[])")
+    writer = TableWriter(table, **WAYS[way])
+    writer.write(work, [(1, None, [None])])
+    work.execute("SET LOCAL array_nulls = off")
+    with pytest.raises(TableError, match="SET array_nulls = on"):
+        writer.write(work, [(2, None, [None])])
+
+
 REFUSED_BY_POSTGRES: list[tuple[str, Any, str]] = [
     ("text", "a\0b", "v"),
     ("mood", "angry", "v"),
@@ -240,3 +276,29 @@ def test_a_time_that_is_negative_is_the_same_in_every_style(
     seconds = work.execute(f"SELECT EXTRACT(epoch FROM i)::float8, EXTRACT(epoch FROM more[1])::float8 FROM {table}")
     expected = [value.total_seconds() for value in values]
     assert seconds.fetchall() == [*((e, e) for e in expected), *((e, None) for e in expected)]
+
+
+@pytest.mark.parametrize("style", ["postgres", "sql_standard"])
+@pytest.mark.parametrize("way", WAYS)
+def test_the_text_of_an_interval_is_the_same_in_every_style(
+    way: str, style: str, work: Connection, make_table: MakeTable
+) -> None:
+    work.execute(f"SET LOCAL intervalstyle = {style}")
+    table = make_table("(id int PRIMARY KEY, i interval, more interval[], short interval(0))")
+    texts = [
+        "-1 days 02:00:00",
+        " @-1 2:00",
+        "-1 year 2 mons",
+        "-1-2 3 4:05:06",
+        "-1 day +2:00",
+        "-1 day 2:00 ago",
+        "-1d2h",
+    ]
+    texts += ["-1.5 days .5 hours", "-1 hour", "P-1DT2H", "1 day -2:00"]
+    rows = [(i, text, [text], text) for i, text in enumerate(texts)]
+    TableWriter(table, **WAYS[way]).write(work, rows)
+    work.execute("SET LOCAL intervalstyle = postgres")
+    expected = [text for (text,) in work.execute("SELECT unnest(%s::interval[])::text", [texts]).fetchall()]
+    for what in ("i", "more[1]", "short"):
+        found = work.execute(f"SELECT {what}::text FROM {table} ORDER BY id").fetchall()
+        assert found == [(text,) for text in expected], what

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from datetime import date
+from datetime import date, datetime
 from itertools import pairwise
 from typing import Any
+from zoneinfo import ZoneInfo
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -14,6 +15,8 @@ from exactly_once.errors import ConfigurationError
 from exactly_once.writer import MISSING, BadRow, TableWriter, Tombstone
 from exactly_once.writer.changes import UNAVAILABLE
 from tests.writer.conftest import Connection, MakeTable, rows_of
+
+BERLIN = ZoneInfo("Europe/Berlin")
 
 keys = st.tuples(st.integers(0, 2), st.sampled_from("ab"))
 numbers = st.none() | st.integers(0, 3)
@@ -139,6 +142,25 @@ def test_keys_and_ages_compare_as_the_index_does_where_their_schema_is_not_on_th
     writer.write(work, [Tombstone(("a",))])
     assert work.execute("SELECT FROM folded").fetchall() == []
     assert writer.missed_deletes == 0
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_the_hour_that_comes_twice_in_a_time_zone_is_two(size: int, work: Connection) -> None:
+    """Python compares the clock of two times of one zone, and not when they are."""
+    summer, winter = (datetime(2026, 10, 25, 2, 30, tzinfo=BERLIN, fold=fold) for fold in (0, 1))
+    earlier_clock = winter.replace(minute=15)
+    work.execute("CREATE TEMP TABLE hours (at timestamptz PRIMARY KEY, v int) ON COMMIT DROP")
+    work.execute("CREATE TEMP TABLE newest (id int PRIMARY KEY, at timestamptz, v int) ON COMMIT DROP")
+    changes: list[tuple[str, dict[str, Any], list[Any]]] = [
+        ("hours", {}, [(summer, 1), (winter, 2)]),
+        ("newest", {"newest_by": "at"}, [(1, earlier_clock, 2), (1, summer, 1)]),
+    ]
+    for table, options, rows in changes:
+        writer = TableWriter(table, mode="upsert", **options)
+        for start in range(0, len(rows), size):
+            writer.write(work, rows[start : start + size])
+    assert work.execute("SELECT v FROM hours ORDER BY at").fetchall() == [(1,), (2,)]
+    assert work.execute("SELECT v FROM newest").fetchall() == [(2,)]
 
 
 @pytest.mark.parametrize(

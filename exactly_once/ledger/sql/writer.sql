@@ -7,7 +7,7 @@ SELECT c.oid, c.relkind IN ('r', 'p', 'f') AS is_writable, n.nspname AS schema, 
        c.relkind = 'f' AS is_foreign,
        EXISTS (SELECT FROM pg_class p WHERE p.relpersistence = 'u'
                  AND (p.oid = c.oid OR p.oid IN (SELECT relid FROM pg_partition_tree(c.oid)))) AS is_unlogged,
-       row_security_active(c.oid) AS has_row_security,
+       row_security_active(c.oid) AS has_row_security, current_setting('array_nulls')::bool AS reads_nulls,
        EXISTS (SELECT FROM pg_rewrite
                WHERE ev_class = c.oid AND (ev_type = '2' OR ev_type = '3' AND ev_enabled IN (
                    'A', CASE current_setting('session_replication_role') WHEN 'replica' THEN 'R' ELSE 'O' END)))
@@ -26,23 +26,31 @@ WHERE lower(c.relname) = lower(%(name)s) AND c.relkind IN ('r', 'p', 'f')
 ORDER BY 1 LIMIT 3
 
 -- name: columns_of_table
--- Read the columns in order, each with the type below its domains, that type's element and its attributes.
+-- Read the columns of a table, or the attributes of a composite type, in order, each with the type below its domains; or the one
+-- part of a type, as if it were a column. Postgres 13 has no multiranges, and no column that tells of them.
 SELECT a.attname AS name, format_type(a.atttypid, a.atttypmod) AS type_name, format_type(base.oid, -1) AS base_name,
        base.oid AS type_oid, base.typmod,
        t.typtype::text AS kind, a.attnotnull AS is_not_null,
        a.atthasdef OR a.attidentity = 'd' OR own.typdefault IS NOT NULL AS has_default,
        a.attgenerated <> '' AS is_generated, a.attidentity = 'a' AS is_identity,
        a.attidentity <> '' OR coalesce(pg_get_expr(v.adbin, v.adrelid) LIKE 'nextval(%%', false) AS is_numbered,
-       CASE WHEN t.typcategory = 'A' THEN t.typelem END AS element_oid,
-       b.oid AS element_base_oid, coalesce(b.typtype::text, 'b') AS element_kind, part.typmod AS element_typmod,
+       own.typtype = 'd' AS is_domain,
        coalesce(l.collisdeterministic, true) AS is_deterministic,
        (SELECT s.nspname
         FROM pg_opclass c JOIN pg_am m ON m.oid = c.opcmethod JOIN pg_amop w ON w.amopfamily = c.opcfamily
         JOIN pg_operator r ON r.oid = w.amopopr JOIN pg_namespace s ON s.oid = r.oprnamespace
         WHERE c.opcintype = base.oid AND c.opcdefault AND m.amname = 'btree' AND w.amoplefttype = base.oid
           AND w.amoprighttype = base.oid AND w.amopstrategy = 3) AS operator_schema,
-       CASE 'c' WHEN t.typtype THEN t.typrelid WHEN b.typtype THEN b.typrelid END AS composite_oid
-FROM pg_attribute a
+       nullif(t.typrelid, 0) AS composite_oid,
+       CASE WHEN t.typcategory = 'A' THEN t.typelem
+            WHEN t.typtype = 'r' THEN (SELECT r.rngsubtype FROM pg_range r WHERE r.rngtypid = t.oid)
+            WHEN t.typtype = 'm' THEN (SELECT r.rngtypid FROM pg_range r
+                                       WHERE (to_jsonb(r) ->> 'rngmultitypid')::oid = t.oid) END AS part_oid
+FROM (
+    SELECT attname, atttypid, atttypmod, attnotnull, atthasdef, attidentity, attgenerated, attcollation, attrelid, attnum
+    FROM pg_attribute WHERE attrelid = %(oid)s AND attnum > 0 AND NOT attisdropped
+    UNION ALL
+    SELECT '', %(part)s::oid, %(typmod)s::int, false, false, '', '', 0, 0, 0 WHERE %(part)s::oid IS NOT NULL) a
 CROSS JOIN LATERAL (
     WITH RECURSIVE chain(oid, typmod, depth) AS (
         SELECT a.atttypid, a.atttypmod, 0
@@ -52,18 +60,8 @@ CROSS JOIN LATERAL (
     SELECT oid, typmod FROM chain ORDER BY depth DESC LIMIT 1) AS base
 JOIN pg_type t ON t.oid = base.oid
 JOIN pg_type own ON own.oid = a.atttypid
-LEFT JOIN pg_type e ON e.oid = t.typelem AND t.typcategory = 'A'
-LEFT JOIN LATERAL (
-    WITH RECURSIVE chain(oid, typmod, depth) AS (
-        SELECT e.oid, base.typmod, 0
-        UNION ALL
-        SELECT d.typbasetype, d.typtypmod, depth + 1
-        FROM chain JOIN pg_type d ON d.oid = chain.oid WHERE d.typtype = 'd')
-    SELECT oid, typmod FROM chain ORDER BY depth DESC LIMIT 1) AS part ON true
-LEFT JOIN pg_type b ON b.oid = part.oid
 LEFT JOIN pg_attrdef v ON v.adrelid = a.attrelid AND v.adnum = a.attnum
 LEFT JOIN pg_collation l ON l.oid = a.attcollation
-WHERE a.attrelid = %(oid)s AND a.attnum > 0 AND NOT a.attisdropped
 ORDER BY a.attnum
 
 -- name: keys_of_table
@@ -98,6 +96,7 @@ SELECT concat_ws(', ', (
     CASE c.relkind WHEN 'p' THEN (SELECT count(*) FROM pg_partition_tree(c.oid) JOIN pg_class p ON p.oid = relid
                                   WHERE p.relpersistence = 'u') END,
     row_security_active(c.oid),
+    current_setting('array_nulls'),
     CASE WHEN c.relhasrules THEN ARRAY(SELECT concat(ev_type, ev_enabled) FROM pg_rewrite
                                        WHERE ev_class = c.oid ORDER BY oid) END,
     CASE WHEN c.relhasindex THEN ARRAY(SELECT concat(indexrelid, indisprimary, indisvalid) FROM pg_index
