@@ -30,7 +30,8 @@ SMALL_BATCH = 500
 
 # Their keys, members or letters would be taken for values.
 _NO_ROWS = (Mapping, Set, str, bytes)
-_BAD_DATA = ("22", "23", "P0001")
+# 54000: a row too large for a page, or a key too large for its index.
+_BAD_DATA = ("22", "23", "54000", "P0001")
 _STALE = ("42", "22P03", "0A000")
 # No operator, or more than one: a column of date or of text has no sums.
 _NO_OPERATOR = ("42883", "42725")
