@@ -382,7 +382,7 @@ def read_results(rows: Iterable[Any]) -> Result:
 
 def _shown(value: Any) -> Any:
     """Return a value as JSON can have it; what Python cannot hold, such as a far year, by Arrow's own words."""
-    if value.is_valid and pa.types.is_list(value.type):
+    if value.is_valid and (pa.types.is_list(value.type) or pa.types.is_large_list(value.type)):
         return [_shown(each) for each in value.values]
     try:
         found = value.as_py(maps_as_pydicts="strict")

@@ -57,7 +57,8 @@ def fit(frame: DataFrame, table: Table, options: Options, key: Sequence[str] = (
 
     :raises FrameError: naming the column, what is wrong with it and what to do.
     """
-    from pyspark.sql import functions as F  # noqa: N812, PLC0415 - Spark need not be there to import this
+    from pyspark.errors import AnalysisException  # noqa: PLC0415 - Spark need not be there to import this
+    from pyspark.sql import functions as F  # noqa: N812, PLC0415
 
     fields, forms = match(frame.schema, table, options, key)
     places: list[str] = []
@@ -71,8 +72,6 @@ def fit(frame: DataFrame, table: Table, options: Options, key: Sequence[str] = (
         said = f"column {name!r}: JSON has no NaN and no infinity; write null in the frame, or leave the row out"
         refused = F.raise_error(F.lit(said))
         nested[name] = text if odd is None else F.when(F.expr(odd), refused).otherwise(text)
-    if nested:
-        frame = frame.withColumns(nested)
     # As SQL, in one call: each function of pyspark is several round trips to Java, in every batch.
     written = [
         f"CAST({_quoted(name)} AS string) AS {_quoted(name)}" if form == "null" else _quoted(name)
@@ -80,7 +79,15 @@ def fit(frame: DataFrame, table: Table, options: Options, key: Sequence[str] = (
     ]
     if options.claim is not None and options.claim not in forms:
         written.append(_quoted(options.claim))
-    return frame.selectExpr(*written, *places), tuple(forms)
+    try:
+        return (frame.withColumns(nested) if nested else frame).selectExpr(*written, *places), tuple(forms)
+    except AnalysisException as error:
+        if "AMBIGUOUS_REFERENCE" not in str(error):
+            raise
+        raise FrameError(
+            "Spark cannot tell columns, or fields of a struct, apart that differ in upper and lower case only: "
+            f"{error}; rename them in the frame, or set spark.sql.caseSensitive"
+        ) from error
 
 
 def combine(frames: Sequence[DataFrame]) -> DataFrame:
@@ -259,12 +266,6 @@ def _not_a_number(value: str, kind: DataType, depth: int = 0) -> str | None:
             )
         for each in kind.fields:  # type: ignore[attr-defined]
             found = _not_a_number(f"{value}.{_quoted(each.name)}", each.dataType, depth)
-            if found is not None and len(alike := [n for n in names if n.lower() == each.name.lower()]) > 1:
-                # By a name Spark finds both, and only to_json tells them apart.
-                raise FrameError(
-                    f"{value} has fields {alike[0]!r} and {alike[1]!r}, which differ in upper and lower case only, so "
-                    "that Spark cannot look for NaN in one of them; rename it"
-                )
             parts += [] if found is None else [found]
     elif name == "array":
         found = _not_a_number(item, kind.elementType, depth + 1)  # type: ignore[attr-defined]

@@ -79,7 +79,8 @@ def test_nested_columns_go_into_json_as_json(case: Case) -> None:
         ("l text", "l array<int>", "'l' is array<int>"),
         ("m jsonb", "m map<date,int>", "keys of type date"),
         ("s jsonb", "s array<struct<id:int,at:date,id:int>>", "several fields called 'id'"),
-        ("s jsonb", "s struct<id:double,at:date,ID:int>", "fields 'id' and 'ID', which differ in upper and lower case"),
+        ("s jsonb", "s struct<id:double,at:date,ID:int>", "apart that differ in upper and lower case only: .*`id`"),
+        ('id int, "ID" int', "id int, ID int", "apart that differ in upper and lower case only: .*`id`"),
         ("l text[]", "l array<struct<a:int>>", "'l' is array<struct<a:int>>"),
         ("at timestamptz", "at timestamp_ntz", "'at' is timestamp_ntz.*time zone"),
         ("at timestamp", "at timestamp", "'at' is timestamp.*time zone"),
@@ -100,6 +101,15 @@ def test_nested_columns_go_into_json_as_json(case: Case) -> None:
 def test_a_column_that_does_not_fit_is_refused_by_name(case: Case, table: str, frame: str, said: str) -> None:
     with pytest.raises(FrameError, match=said):
         case.fit(table, frame)
+
+
+def test_a_session_that_minds_case_tells_names_apart(case: Case, spark: SparkSession) -> None:
+    spark.conf.set("spark.sql.caseSensitive", "true")
+    try:
+        _, columns = case.fit('id int, "ID" int, s jsonb', "id int, ID int, s struct<id:double,ID:double>")
+    finally:
+        spark.conf.set("spark.sql.caseSensitive", "false")
+    assert columns == ("id", "ID", "s")
 
 
 def test_an_upsert_cannot_change_what_postgres_numbers_always(case: Case) -> None:
