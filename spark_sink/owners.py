@@ -28,7 +28,7 @@ from exactly_once.writer import Table
 
 from .errors import FrameError, LedgerBehindCheckpoint, QueryChanged
 from .options import LedgerKind, Options
-from .ranges import Range, behind, gone_back, resets
+from .ranges import Range, behind, gone_back, reset_command, resets
 
 logger = logging.getLogger(__name__)
 
@@ -257,7 +257,7 @@ def _refuse_halted(group_id: str, row: Row) -> None:
         refuse_halted(group_id, row)
         return
     batch_id = row.next_offset or 0
-    reset = f"exactly-once reset --group-id {group_id} --to-batch"
+    reset = f"{reset_command(group_id)} --to-batch"
     raise PartitionHalted(
         f"group {group_id!r} is halted behind batch {batch_id - 1}: {row.halted}. Look whether the rows of batch "
         f"{batch_id} are in the table. If they are there and right: {reset} {batch_id}; if they are not, or "

@@ -92,8 +92,8 @@ def behind(
     if partition.counts_batches:
         if at_start:
             way = (
-                "Where nothing of the batches between is missing in the table: exactly-once reset --group-id "
-                f"{group_id} --to-batch {known - 1}. Else start with a new checkpoint: with startingOffsets from the "
+                "Where nothing of the batches between is missing in the table: "
+                f"{reset_command(group_id)} --to-batch {known - 1}. Else start with a new checkpoint: with startingOffsets from the "
                 "ledger; or, where it counts only batches, with another group_id and an empty table"
             )
         return LedgerBehindCheckpoint(
@@ -103,7 +103,7 @@ def behind(
     if at_start:
         way = (
             "To read them again start the query with a new checkpoint and startingOffsets from the ledger; to leave "
-            f"them out: exactly-once reset --topic {partition.topic} --partition {partition.number} --to-offset {known}"
+            f"them out: {resets({partition: known}, {partition}, group_id=group_id)}"
         )
     return LedgerBehindCheckpoint(
         f"{partition} of group {group_id!r}: the ledger stands at offset {next_offset}, the query goes on at {known}, "
@@ -118,7 +118,12 @@ def resets(offsets: Mapping[Partition, int], existing: Set[Partition], *, group_
     absent = sorted({p.topic for p in offsets} - {p.topic for p in existing})
     ways = [f"--topic {topic} --to-earliest" for topic in absent]
     ways += [f"--topic {p.topic} --partition {p.number} --to-offset {offset}" for p, offset in sorted(offsets.items())]
-    return "; ".join(f"exactly-once reset --group-id {shlex.quote(group_id)} {way}" for way in ways)
+    return "; ".join(f"{reset_command(group_id)} {way}" for way in ways)
+
+
+def reset_command(group_id: str) -> str:
+    """Return how the command begins that moves rows of a group."""
+    return f"exactly-once reset --group-id {shlex.quote(group_id)}"
 
 
 def not_written(
@@ -137,7 +142,7 @@ def not_written(
     commands = resets(short, existing, group_id=group_id)
     if any(partition.counts_batches for partition in short):
         ways = "empty the table and start the query with a new checkpoint and another group_id"
-        commands = f"exactly-once reset --group-id {shlex.quote(group_id)} --to-batch {batch_id - 1}"
+        commands = f"{reset_command(group_id)} --to-batch {batch_id - 1}"
     return LedgerBehindCheckpoint(
         f"group {group_id!r}: batch {failure.batch_id} failed and was not written since, and Spark goes on with batch "
         f"{batch_id}: the function that foreachBatch was given has caught the error, or it has not called the sink "

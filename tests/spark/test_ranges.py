@@ -15,7 +15,8 @@ from exactly_once._model import Partition
 from exactly_once.errors import ConfigurationError, TopicRecreated
 from spark_sink import LedgerBehindCheckpoint, RowsOutOfOrder
 from spark_sink.offset_log import Failure, Mark, OffsetLog, _Disk, parse_initial, parse_offsets
-from spark_sink.ranges import Range, looked_through, over_skipped, remaining
+from spark_sink.owners import query_row
+from spark_sink.ranges import Range, looked_through, one_batch, over_skipped, remaining
 
 P = Partition("orders", 0)
 small = st.integers(0, 30)
@@ -50,8 +51,12 @@ def test_each_offset_of_a_batch_is_written_iff_the_ledger_lacks_it(
 
 
 def test_a_ledger_behind_the_checkpoint_is_told_with_what_mends_it() -> None:
-    with pytest.raises(LedgerBehindCheckpoint, match=r"20 offsets.*reset --topic orders --partition 0 --to-offset 30"):
-        remaining([Range(partition=P, start=30, end=40)], {P: 10}, group_id="g")
+    """The command is one for a shell, whatever the group is called."""
+    command = r"20 offsets.*reset --group-id 'the group' --topic orders --partition 0 --to-offset 30"
+    with pytest.raises(LedgerBehindCheckpoint, match=command):
+        remaining([Range(partition=P, start=30, end=40)], {P: 10}, group_id="the group")
+    with pytest.raises(LedgerBehindCheckpoint, match="reset --group-id 'the group' --to-batch 3"):
+        remaining(one_batch(query_row("q"), 4), {query_row("q"): 2}, group_id="the group")
 
 
 def test_offsets_that_go_back_are_another_topic() -> None:
