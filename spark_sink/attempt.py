@@ -14,6 +14,7 @@ import contextlib
 import itertools
 import json
 import logging
+import math
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -31,11 +32,11 @@ from exactly_once._model import Advance, Partition
 from exactly_once.errors import AlreadyApplied, HandlerCommitted
 from exactly_once.ledger import claims, dead_letters
 from exactly_once.ledger.outcome import SHORT_COUNT
-from exactly_once.ledger.session import Session
+from exactly_once.ledger.session import Session, cursor_on, last_row
 from exactly_once.ledger.sql import query
 from exactly_once.ledger.transaction import UnitOfWork
-from exactly_once.writer import BadRow, Table, TableWriter
-from exactly_once.writer.arrow import write_arrow
+from exactly_once.writer import BadRow, Table, TableError, TableWriter
+from exactly_once.writer.arrow import rows_of, write_arrow
 from exactly_once.writer.errors import TableChanged
 
 from .errors import IncompleteInput
@@ -196,8 +197,18 @@ class Attempt:
         ]
         for part, writer in zip(work.parts, self.writers, strict=True):
             if part.options.mode == "replace":
-                table = writer.table(self.unit.connection).identifier
-                self.unit.connection.execute(query("spark_empty", "", table=table), prepare=False)
+                table = writer.table(self.unit.connection)
+                if table.has_row_security:
+                    raise TableError(
+                        f"{table}: row security decides which rows this role deletes, so mode='replace' could "
+                        "leave some, and add new ones. Use a role to which no policy applies (BYPASSRLS, the owner)"
+                    )
+                emptying = query("spark_empty", "", table=table.identifier)
+                if last_row(cursor_on(self.unit.connection).execute(emptying, prepare=False)) == (True,):
+                    raise TableError(
+                        f"{table}: rows are left behind DELETE, so mode='replace' would add to them: a "
+                        "rule or a trigger keeps them, or another program has just written some. Drop it"
+                    )
         for together in rows:
             for number, some in split(together, work.parts):
                 known = offsets[number]
@@ -220,10 +231,11 @@ class Attempt:
             kept = some
             savepoint = self.unit.connection.transaction() if sets_aside else contextlib.nullcontext()
             try:
-                with savepoint, naming(some):
+                with savepoint:
                     # In the savepoint: what cannot be stored has claimed nothing.
                     if part.options.claim is not None:
-                        kept = self._first(some, part.options.claim, number)
+                        with naming(some):
+                            kept = self._first(some, part.options.claim, number)
                     if kept.num_rows:
                         with naming(kept):
                             write_arrow(self.writers[number], self.unit.connection, kept.select(part.columns))
@@ -302,7 +314,7 @@ class Attempt:
 
     def _first(self, rows: pa.Table, claim: str, number: int) -> pa.Table:
         """Claim the keys of rows; return those that are the first of their event, and the table itself if all are."""
-        keys = rows.column(claim).to_pylist()
+        keys = [key for (key,) in rows_of(rows.select([claim]))]
         if (none := next((row for row, key in enumerate(keys) if key in (None, "")), None)) is not None:
             raise BadRow(f"the key to claim is text or a whole number, not {keys[none]!r}", row=none, column=claim)
         table = self.writers[number].table(self.unit.connection)
@@ -316,7 +328,7 @@ class Attempt:
         """Keep a row as a dead letter, in the transaction that skips it."""
         part = self.work.parts[number]
         headers: list[tuple[str, str | bytes | None]] = [(ROW_HEADER, str(part.options.table).encode())]
-        if (claim := part.options.claim) is not None and (key := row.column(claim)[0].as_py()) not in (None, ""):
+        if (claim := part.options.claim) is not None and (key := _shown(row.column(claim)[0])) not in (None, ""):
             table = self.writers[number].table(self.unit.connection, locks=False)
             headers.append((CLAIM_HEADER, _claimed(table, key).encode()))
         topic, partition, offset = (row.column(name)[0].as_py() for name in (TOPIC, PARTITION, OFFSET))
@@ -370,10 +382,16 @@ def read_results(rows: Iterable[Any]) -> Result:
 
 def _shown(value: Any) -> Any:
     """Return a value as JSON can have it; what Python cannot hold, such as a far year, by Arrow's own words."""
+    if value.is_valid and (pa.types.is_list(value.type) or pa.types.is_large_list(value.type)):
+        return [_shown(each) for each in value.values]
     try:
         found = value.as_py(maps_as_pydicts="strict")
+    except UnicodeDecodeError:  # Spark makes text of any bytes; these stay what they are in JSON, and in Python's str
+        return value.cast(pa.binary()).as_py().decode(errors="surrogateescape")
     except (ValueError, OverflowError, KeyError):
         return str(value.cast(pa.string()))
+    if isinstance(found, float) and not math.isfinite(found):
+        return str(found)
     return found.hex() if isinstance(found, bytes) else found
 
 

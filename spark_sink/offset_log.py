@@ -31,6 +31,8 @@ logger = logging.getLogger(__name__)
 
 # What the log says of a source that has given nothing so far.
 _NOTHING_YET = "-"
+# A longer name of a file is cut, since storages know 255 bytes; a digest comes behind it, and a suffix at first.
+_NAME_BYTES = 150
 
 # Returns the content of a file below the checkpoint, none of a directory, or None when there is no such thing.
 Read = Callable[[str], "bytes | None"]
@@ -215,7 +217,11 @@ def _by_topic(offsets: Mapping[Partition, int]) -> dict[str, dict[str, int]]:
 
 
 def _mark_of(group_id: str) -> str:
-    return f"exactly_once/{quote(group_id, safe='')}"
+    name = quote(group_id, safe="")
+    if len(name) > _NAME_BYTES:
+        name = f"{name[:_NAME_BYTES]}-{hashlib.sha256(group_id.encode()).hexdigest()}"
+    # "." and ".." are directories.
+    return f"exactly_once/{name.replace('.', '%2E') if not name.strip('.') else name}"
 
 
 def _sources(text: bytes, location: str) -> dict[str, str]:

@@ -289,12 +289,18 @@ def claim(
 ) -> Claim:
     """Write down which tables the group writes; until it has written something they may be others.
 
-    A batch job may stand beside a stream that counts something else, such as the first load of its table.
+    A batch job may stand beside a stream that counts something else, such as the first load of its table, but not
+    beside such a job; one that replaces the whole table doubles nothing.
 
     :raises ConfigurationError: for another table, or another way of counting, than before.
     """
     wanted = ", ".join(sorted(f"{table.schema}.{table.name}" for table in tables))
-    parameters = {"group_id": options.group_id, "query_id": query_id, "previous": options.previous_table}
+    parameters = {
+        "group_id": options.group_id,
+        "query_id": query_id,
+        "previous": options.previous_table,
+        "is_job": is_job,
+    }
     ((written, *known),) = execute(connection, options.schema, "spark_claim", table=wanted, **parameters)
     if written != wanted:
         raise ConfigurationError(
@@ -304,7 +310,7 @@ def claim(
             f"previous_table={written!r}"
         )
     claimed = Claim(*known)
-    if claimed.ledger not in (None, options.ledger) and not is_job:
+    if claimed.ledger not in (None, options.ledger) and not (is_job and options.mode == "replace"):
         raise ConfigurationError(
             f"group {options.group_id!r} has written with ledger={claimed.ledger!r}, now it is {options.ledger!r}: one "
             "does not tell the other what was written, so rows would be written again. Leave ledger= as it was; or "

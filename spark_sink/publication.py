@@ -241,6 +241,8 @@ class StagedCommit:
             )
             return {}
         fingerprint = None if self._log is None else self._log.fingerprint(batch_id)
+        if is_job and options.mode != "replace":
+            fingerprint = options.ledger  # what the group's next job is compared with
         ranges: list[Range] = []
         next_offsets: dict[Partition, int] = {}
         if options.ledger == "offsets":
@@ -264,7 +266,7 @@ class StagedCommit:
         self._run("spark_hold", held=to_json(owners.held, self._ended))
         self._run("spark_unstage", batch_id=batch.batch_id)
         done = {"row_count": attempt.result.rows, "dropped": attempt.result.dropped}
-        report = options.report(self._name, batch.run_id, batch_id, None if ranges else fingerprint)
+        report = options.report(self._name, batch.run_id, batch_id, fingerprint if is_job or not ranges else None)
         execute(attempt.unit.connection, options.schema, "spark_report", **report, **done)
         if ranges and not todo:  # such a batch is not read, and its report counts none; the log tells of it
             attempt.result.dropped = sum(chunk.row_count for chunk in chunks)

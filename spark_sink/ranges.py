@@ -119,7 +119,12 @@ def resets(offsets: Mapping[Partition, int], existing: Set[Partition], *, group_
     absent = sorted({p.topic for p in offsets} - {p.topic for p in existing})
     ways = [f"--topic {topic} --to-earliest" for topic in absent]
     ways += [f"--topic {p.topic} --partition {p.number} --to-offset {offset}" for p, offset in sorted(offsets.items())]
-    return "; ".join(f"exactly-once reset --group-id {shlex.quote(group_id)} {way}" for way in ways)
+    return "; ".join(f"{reset_command(group_id)} {way}" for way in ways)
+
+
+def reset_command(group_id: str) -> str:
+    """Return how the command begins that moves rows of a group."""
+    return f"exactly-once reset --group-id {shlex.quote(group_id)}"
 
 
 def not_written(
@@ -138,7 +143,7 @@ def not_written(
     commands = resets(short, existing, group_id=group_id)
     if any(partition.counts_batches for partition in short):
         ways = "empty the table and start the query with a new checkpoint and another group_id"
-        commands = f"exactly-once reset --group-id {shlex.quote(group_id)} --to-batch {batch_id - 1}"
+        commands = f"{reset_command(group_id)} --to-batch {batch_id - 1}"
     return LedgerBehindCheckpoint(
         f"group {group_id!r}: batch {failure.batch_id} failed and was not written since, and Spark goes on with batch "
         f"{batch_id}: the function that foreachBatch was given has caught the error, or it has not called the sink "
@@ -307,8 +312,12 @@ def naming(rows: pa.Table) -> Iterator[None]:
         yield
     except BadRow as error:
         row = 0 if rows.num_rows == 1 else error.row
-        if row is None or error.topic is not None or OFFSET not in rows.column_names:
+        if error.topic is not None or OFFSET not in rows.column_names:
             raise
+        if row is None:
+            places = ", ".join(f"{partition} offsets {first} to {last}" for partition, first, last in spans(rows))
+            reason = f"one row of {places}, which on_bad_row='dead-letter' finds: {error.reason}"
+            raise BadRow(reason, column=error.column) from error
         topic, number, offset = (rows.column(name)[row].as_py() for name in PLACES)
         raise BadRow(error.reason, at=(topic, number, offset), row=row, column=error.column) from error
 

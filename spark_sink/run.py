@@ -22,6 +22,7 @@ from exactly_once.ledger.retry import is_unavailable
 from exactly_once.ledger.rows import LOCK_SECONDS
 from exactly_once.ledger.session import execute
 from exactly_once.writer import Table, TableWriter
+from exactly_once.writer.table import read_shape
 
 from .attempt import (
     REPORT,
@@ -171,7 +172,7 @@ class Run:
             self.close()
 
     def _fit(self, frames: Mapping[str, DataFrame]) -> tuple[DataFrame, tuple[Part, ...]]:
-        """Compare frames with their tables as the run has found them; if one is altered, tasks find out."""
+        """Compare frames with their tables; if one is altered after that, tasks find out."""
         options, is_first = self._options, not self._tables
         stateful: list[str] = []
         if is_first or options.transaction == "partition":
@@ -181,7 +182,11 @@ class Run:
             if self.query is not None and options.transaction == "partition":
                 self.query.refuse_choosing(next(iter(frames.values())), stateful)
         schemas = {name: frame.schema for name, frame in frames.items()}
-        if is_first or any(new_columns(each, *self._tables[name][::2]) for name, each in schemas.items()):
+        if (
+            is_first
+            or any(new_columns(each, *self._tables[name][::2]) for name, each in schemas.items())
+            or self._patiently(self._is_altered)
+        ):
             self._patiently(self._look_at_tables, schemas, stateful)
         parts, fitted = [], []
         for name, frame in frames.items():
@@ -190,6 +195,10 @@ class Run:
             parts.append(Part(options=target, columns=columns, has_places=has_places(frame.schema, target)))
             fitted.append(prepared)
         return combine(fitted), tuple(parts)
+
+    def _is_altered(self) -> bool:
+        tables = [table for _, _, table, _ in self._tables.values()]
+        return any(read_shape(self._session.connection, table.identifier) != table.shape for table in tables)
 
     def _look_at_tables(self, schemas: Mapping[str, StructType], stateful: list[str]) -> None:
         if not self._tables:

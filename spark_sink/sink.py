@@ -173,7 +173,8 @@ class PostgresSink:
             if last_batch == batch_id and not (failed is not None and _are_alike(frames, failed)):
                 first = "was written" if failed is None else "has failed"
                 raise ConfigurationError(
-                    f"a second frame of batch {batch_id} came for group {self._options.group_id!r}; the ledger "
+                    f"a second frame of batch {batch_id} came for group {self._options.group_id!r}, of this sink or "
+                    "another one, into whichever database; the ledger "
                     f"counts batches as a whole, and the first frame {first}, "
                     "so that the rows of one would be dropped as a replay. Call one sink once a batch, with all "
                     "rows; for several tables say tables= and call its write(), or make another sink, with a "

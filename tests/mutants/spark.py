@@ -119,6 +119,32 @@ SPARK = (
     # One try to write the rows of a batch.
     *each(
         "spark_sink/attempt.py",
+        (f"{ATTEMPTS}::test_rows_that_cannot_be_replaced_are_not_doubled",),
+        (
+            "replace-left",
+            "rows that a rule or a trigger keeps stay beside those that replace them: doubles",
+            "== (True,):",
+            "is None:",
+        ),
+        (
+            "replace-policy",
+            "rows that a policy hides stay beside those that replace them: doubles",
+            "if table.has_row_security:",
+            "if False:",
+        ),
+    ),
+    *each(
+        "spark_sink/owners.py",
+        (f"{PUBLICATION}::test_a_batch_job_that_counts_otherwise_than_the_one_before_is_refused",),
+        (
+            "job-counts",
+            "a batch job that counts otherwise than the one before writes all again: doubles",
+            'and not (is_job and options.mode == "replace")',
+            "and not is_job",
+        ),
+    ),
+    *each(
+        "spark_sink/attempt.py",
         (ATTEMPTS,),
         (
             "mark-lacks",
@@ -174,15 +200,17 @@ SPARK = (
             "claim-stays",
             "a row that is set aside has claimed its event: loses the next one of it",
             """\
-                with savepoint, naming(some):
+                with savepoint:
                     # In the savepoint: what cannot be stored has claimed nothing.
                     if part.options.claim is not None:
-                        kept = self._first(some, part.options.claim, number)
+                        with naming(some):
+                            kept = self._first(some, part.options.claim, number)
 """,
             """\
                 if part.options.claim is not None:
-                    kept = self._first(some, part.options.claim, number)
-                with savepoint, naming(some):
+                    with naming(some):
+                        kept = self._first(some, part.options.claim, number)
+                with savepoint:
 """,
         ),
         (

@@ -9,10 +9,12 @@ from typing import Any
 
 import psycopg
 import pytest
+from psycopg.conninfo import make_conninfo
 
 from exactly_once import _failpoints
 from exactly_once._model import Partition
 from exactly_once.errors import AlreadyApplied, Fenced, HandlerCommitted, PartitionHalted, TransactionBusy
+from exactly_once.ledger import migrate
 from exactly_once.writer import TableError
 from spark_sink import IncompleteInput, LedgerBehindCheckpoint, QueryChanged, RowsOutOfOrder, SinkUnit
 from spark_sink.owners import query_row
@@ -327,6 +329,35 @@ def test_a_replacing_batch_takes_the_place_of_all_rows(place: Place) -> None:
     assert place.written() == every(2)
     run("batch", counting.work(2, mode="replace"), [place.mark()])
     assert place.written() == []
+
+
+@pytest.mark.parametrize("kept_by", ["rule", "trigger", "policy"])
+def test_rows_that_cannot_be_replaced_are_not_doubled(place: Place, db: psycopg.Connection[Any], kept_by: str) -> None:
+    """To Postgres it is no error when a DELETE leaves rows."""
+    name, options = place.name, dict[str, Any](mode="replace")
+    counting = CountingPlace(place, "query")
+    run("batch", counting.work(0, **options), whole(place, "batch", range(3)))
+    if kept_by == "rule":
+        db.execute(f"CREATE RULE r AS ON DELETE TO {name} DO INSTEAD NOTHING")
+    elif kept_by == "trigger":
+        db.execute(f"CREATE FUNCTION {name}() RETURNS trigger LANGUAGE plpgsql AS 'BEGIN RETURN NULL; END'")
+        db.execute(f"CREATE TRIGGER t BEFORE DELETE ON {name} FOR EACH ROW EXECUTE FUNCTION {name}()")
+    else:
+        db.execute(
+            f"ALTER TABLE {name} ENABLE ROW LEVEL SECURITY; CREATE POLICY p ON {name} FOR INSERT WITH CHECK (true)"
+        )
+        db.execute(f"CREATE ROLE {name}; GRANT ALL ON {name} TO {name}")
+        db.execute(migrate.as_sql(role=name).split("-- What a worker's role needs", 1)[1].split("\n", 1)[1].encode())
+        options["conninfo"] = make_conninfo(place.conninfo, options=f"-c role={name}")
+    try:
+        with pytest.raises(TableError, match="row security" if kept_by == "policy" else "rows are left behind DELETE"):
+            run("batch", counting.work(1, **options), whole(place, "batch", range(2)))
+        assert place.written() == every(3)
+    finally:
+        if kept_by == "trigger":
+            db.execute(f"DROP FUNCTION {name} CASCADE")
+        elif kept_by == "policy":
+            db.execute(f"DROP POLICY p ON {name}; DROP OWNED BY {name}; DROP ROLE {name}")
 
 
 def test_of_two_attempts_to_count_one_batch_one_lands(place: Place) -> None:

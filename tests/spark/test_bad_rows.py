@@ -80,21 +80,68 @@ def test_a_value_that_its_type_refuses_as_a_statement_is_the_rows_fault(
     place: Place, db: psycopg.Connection[Any], mode: str, count: int, claim: str | None
 ) -> None:
     """Postgres says the same of an altered table; attempts have new writers, so the next one would not know better."""
-    db.execute(f"ALTER TABLE {place.name} ADD COLUMN q jsonpath")
-    work = place.work(place.owners(), place.ranges(count), mode=mode, claim=claim, on_bad_row="dead-letter")
-    (part,) = work.parts
-    work = replace(work, parts=(replace(part, columns=(*part.columns, "q")),))
     bad = {BAD, 7, 8, 2}
     paths = pa.array(["$.a[" if n in (2, count - 1) else "$.a" for n in range(count)], pa.string())
-    batches = [
-        pa.RecordBatch.from_arrays([column, *rows.columns], ["q", *rows.schema.names])
-        for rows, column in ((place.rows(range(count)), paths), (place.mark(), pa.nulls(1, pa.string())))
-    ]
-    run("batch", work, batches)
+    attempt_with(place, db, "q jsonpath", paths, mode=mode, claim=claim, on_bad_row="dead-letter")
     assert place.written() == [(0, n) for n in range(count - 1) if n not in bad]
     found = letters(db, place.name)
     assert [letter.message_offset for letter in found] == [*sorted(bad), *([count - 1] if count - 1 not in bad else [])]
     assert "jsonpath" in found[0].error
+
+
+NO_UTF8 = pa.array([b"a\xffb"], pa.binary()).view(pa.string())
+FAR = pa.array([[400_000_000_000_000_000, None]], pa.list_(pa.timestamp("us", "UTC")))
+
+
+LONG = pa.array(["".join(map(str, range(30_000)))])
+
+
+def attempt_with(place: Place, db: psycopg.Connection[Any], column: str, values: Any, **options: Any) -> None:
+    """Write rows with one more column, called q."""
+    db.execute(f"ALTER TABLE {place.name} ADD {column}")
+    work = place.work(place.owners(), place.ranges(len(values)), **options)
+    (part,) = work.parts
+    work = replace(work, parts=(replace(part, columns=(*part.columns, "q")),))
+    batches = [
+        pa.RecordBatch.from_arrays([*rows.columns, some], [*rows.schema.names, "q"])
+        for rows, some in ((place.rows(range(len(values))), values), (place.mark(), pa.nulls(1, values.type)))
+    ]
+    run("batch", work, batches)
+
+
+@pytest.mark.parametrize("mode", ["append", "upsert"])
+@pytest.mark.parametrize(
+    ("column", "values", "options", "shown"),
+    [
+        ("q text", NO_UTF8, {}, "a\udcffb"),
+        ("q text", NO_UTF8, {"claim": "q"}, "a\udcffb"),
+        ("q timestamptz[]", FAR, {}, ["14645-06-30 15:06:40.000000Z", None]),
+        ("q text UNIQUE", LONG, {}, LONG[0].as_py()),
+        ("q float8 CHECK (q < 1)", pa.array([float("nan")]), {}, "nan"),
+        ("q bytea[] CHECK (q IS NULL)", pa.array([[b"\xff", None]]), {}, ["ff", None]),
+    ],
+)
+def test_a_row_is_set_aside_whatever_it_holds(  # noqa: PLR0917 - most are the cases
+    place: Place, db: psycopg.Connection[Any], mode: str, column: str, values: Any, options: Any, shown: Any
+) -> None:
+    """A value that Python cannot hold, one that JSON lacks, and a key that is too long for its index."""
+    good = pa.array(["k0", "k2"]) if options else pa.nulls(2, values.type)
+    some = pa.concat_arrays([good.slice(0, 1), values, good.slice(1, 1)])
+    attempt_with(place, db, column, some, mode=mode, on_bad_row="dead-letter", **options)
+    assert place.written() == [(0, 0), (0, 2)]
+    (letter,) = letters(db, place.name)
+    row = json.loads(letter.value or b"", parse_constant=lambda _: pytest.fail("no JSON"))
+    assert row == {"partition": 0, "offset": 1, "q": shown}
+
+
+def test_of_a_row_that_cannot_be_found_the_offsets_are_told_among_which_it_is(
+    place: Place, db: psycopg.Connection[Any]
+) -> None:
+    """Of a statement Postgres does not tell which of its values it refuses."""
+    with pytest.raises(BadRow, match=rf"one row of {place.name}\[0\] offsets 0 to 2, .*on_bad_row=.*index row"):
+        attempt_with(
+            place, db, "q text UNIQUE", pa.concat_arrays([pa.array(["a"]), LONG, pa.array(["b"])]), mode="upsert"
+        )
 
 
 @both

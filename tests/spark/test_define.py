@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import psycopg
@@ -177,6 +178,16 @@ def test_who_may_not_is_told_what_to_have_executed(db: Database, place: Place) -
         db.execute(f"DROP SCHEMA {name}; DROP TABLE {name}; DROP ROLE {name}")
 
 
+def test_more_columns_than_a_table_can_have_are_told(db: Database, place: Place) -> None:
+    more = [(f"c{n}", T.IntegerType()) for n in range(1601)]
+    with pytest.raises(TableError, match=f"{place.name}: tables can have at most 1600 columns; leave columns out"):
+        defined(db, place, *more, create_table=True)
+    defined(db, place, *more[:1599], create_table=True)
+    with pytest.raises(TableError, match="at most 1600 columns"):
+        defined(db, place, *more, evolve="add-columns")
+    assert len(columns(db, place.name) or ()) == 1599
+
+
 @pytest.mark.parametrize(
     ("before", "theirs"), [(None, (ID, NOTE)), (None, (ID,)), ("CREATE TABLE {} (id bigint)", (ID, NOTE))]
 )
@@ -229,4 +240,31 @@ def test_the_data_source_defines_in_the_transaction_of_the_batch(
     assert columns(db, name) == {"value": "text", "n": "bigint"}
     assert db.execute(f"SELECT n FROM {name} ORDER BY n").fetchall() == [(3,), (4,), (None,), (None,), (None,)]
     assert [caplog.text.count(each) for each in ("CREATE TABLE", "ADD COLUMN")] == [1, 1]
+    db.execute(f"DROP TABLE {name}")
+
+
+@pytest.mark.timeout(120)
+def test_the_data_source_lets_readers_pass_while_it_waits_to_alter_the_table(
+    conninfo: str, name: str, db: Database, caplog: pytest.LogCaptureFixture
+) -> None:
+    """They queue behind an ALTER TABLE that waits for one of them, for as long as that one is idle in a transaction."""
+    target = Target(conninfo, name)
+    run = Run(target, evolve="add-columns")
+    more = run.rows(0, range(3)).append_column("n", pa.array([1, 2, 3], pa.int64()))
+    staged, schema = run.stage(more), T.StructType([*SCHEMA, T.StructField("n", T.LongType())])
+    with psycopg.connect(conninfo) as idle, ThreadPoolExecutor(1) as pool:
+        idle.execute(f"TABLE {name}")
+        publishing = pool.submit(run.publish, staged, schema=schema)
+        until(lambda: "waiting (try 1)" in caplog.text, 60, "the data source tells what it waits for")
+        db.execute(f"TABLE {name}")
+        idle.rollback()
+        publishing.result(60)
+    assert "lock timeout" in caplog.text
+    assert db.execute(f"SELECT sum(n) FROM {name}").fetchone() == (6,)
+    # What waits for a lock behind it, such as a key that another transaction has written, waits as long as ever.
+    with db.transaction():
+        db.execute("SET LOCAL lock_timeout = '7s'")
+        options = target.options(evolve="add-columns")
+        define(db, options, T.StructType([*schema, T.StructField("m", T.LongType())]))
+        assert db.execute("SHOW lock_timeout").fetchone() == ("7s",)
     db.execute(f"DROP TABLE {name}")

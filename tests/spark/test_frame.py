@@ -79,6 +79,8 @@ def test_nested_columns_go_into_json_as_json(case: Case) -> None:
         ("l text", "l array<int>", "'l' is array<int>"),
         ("m jsonb", "m map<date,int>", "keys of type date"),
         ("s jsonb", "s array<struct<id:int,at:date,id:int>>", "several fields called 'id'"),
+        ("s jsonb", "s struct<id:double,at:date,ID:int>", "apart that differ in upper and lower case only: .*`id`"),
+        ('id int, "ID" int', "id int, ID int", "apart that differ in upper and lower case only: .*`id`"),
         ("l text[]", "l array<struct<a:int>>", "'l' is array<struct<a:int>>"),
         ("at timestamptz", "at timestamp_ntz", "'at' is timestamp_ntz.*time zone"),
         ("at timestamp", "at timestamp", "'at' is timestamp.*time zone"),
@@ -101,6 +103,27 @@ def test_a_column_that_does_not_fit_is_refused_by_name(case: Case, table: str, f
         case.fit(table, frame)
 
 
+def test_a_session_that_minds_case_tells_names_apart(case: Case, spark: SparkSession) -> None:
+    spark.conf.set("spark.sql.caseSensitive", "true")
+    try:
+        _, columns = case.fit('id int, "ID" int, s jsonb', "id int, ID int, s struct<id:double,ID:double>")
+    finally:
+        spark.conf.set("spark.sql.caseSensitive", "false")
+    assert columns == ("id", "ID", "s")
+
+
+def test_an_upsert_cannot_change_what_postgres_numbers_always(case: Case) -> None:
+    table = case.table("id int PRIMARY KEY, n int GENERATED ALWAYS AS IDENTITY")
+    with pytest.raises(FrameError, match=r"numbers 'n' by itself .*BY DEFAULT"):
+        fit(case.frame("id int, n int"), table, case.options(mode="upsert"), ("id",))
+    for frame, key, mode in (
+        ("id int", "id", "upsert"),
+        ("id int, n int", "n", "upsert"),
+        ("id int, n int", "n", "append"),
+    ):
+        fit(case.frame(frame), table, case.options(mode=mode), (key,))
+
+
 @pytest.mark.parametrize(
     ("table", "frame"),
     [
@@ -110,6 +133,7 @@ def test_a_column_that_does_not_fit_is_refused_by_name(case: Case, table: str, f
         ("at timestamp", "at timestamp_ntz"),
         ("id int, n int NOT NULL DEFAULT 1, k int GENERATED ALWAYS AS IDENTITY", "id int"),
         ("id int", "id void"),
+        ("s jsonb", "s struct<id:int,ID:bigint>"),
         ("t text, b bytea, j jsonb, i interval", "t string, b binary, j string, i interval day to second"),
         ("f real, d double precision, n numeric, x bigint", "f float, d double, n bigint, x int"),
     ],

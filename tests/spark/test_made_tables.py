@@ -223,6 +223,32 @@ def test_the_second_day_brings_a_column(
     ]
 
 
+@pytest.mark.parametrize("small_batch", [0, 1000])
+def test_a_table_that_is_altered_within_a_run_is_looked_at_again(
+    scene: Scene, table: str, db: Database, small_batch: int
+) -> None:
+    """A column is dropped in front of batch 1, and one is added in front of batch 2 that frames fill from then on."""
+    db.execute(f"CREATE TABLE {table} (id bigint, gone int)")
+    options: dict[str, Any] = {"table": table, "small_batch": small_batch}
+
+    def altering(sink: PostgresSink) -> Callable[[DataFrame, int], None]:
+        def write(frame: DataFrame, batch_id: int) -> None:
+            if batch_id == 1:
+                db.execute(f"ALTER TABLE {table} DROP COLUMN IF EXISTS gone")
+            elif batch_id == 2:
+                db.execute(f"ALTER TABLE {table} ADD partition int")
+            writing(sink, "offset * 2 + partition AS id", "1 AS gone")(frame, batch_id)
+
+        return write
+
+    scene.produce(60)
+    with pytest.raises(Exception, match=r"FrameError: .* has no column 'gone'; .*say evolve="):
+        scene.run(altering(scene.sink(**options)), per_trigger=20)
+    scene.run(altering(scene.sink(**options, evolve="add-columns")), per_trigger=20)
+    counted = f"SELECT count(*), count(DISTINCT id), count(gone), count(partition) FROM {table}"
+    assert db.execute(counted).fetchone() == (60, 60, 40, 20)
+
+
 def test_a_batch_that_fails_behind_its_ddl_comes_again_whole(
     scene: Scene, table: str, db: Database, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -16,7 +16,7 @@ import pytest
 
 from exactly_once.embedded import Postgres
 from exactly_once.embedded.proxy import ADVANCE_AND_COMMIT, PostgresProxy
-from exactly_once.errors import Fenced, OwnedByConsumer, SchemaTooOld
+from exactly_once.errors import ConfigurationError, Fenced, OwnedByConsumer, SchemaTooOld
 from exactly_once.ledger.migrate import migrate
 from exactly_once.ledger.session import tag_of
 from exactly_once.writer import TableError
@@ -115,6 +115,29 @@ def test_of_a_chunk_with_rows_of_several_partitions_each_is_judged_by_its_own(ta
     again.write(chunk(8, 3, 6, 2))
     assert target.ledger() == [8, 3, 6, 2]
     assert target.offsets() == sorted((n, o) for n, end in [(0, 8), (1, 3), (0, 6), (1, 2)] for o in range(end))
+
+
+@pytest.mark.parametrize("first", ["offsets", "batch-id"])
+def test_a_batch_job_that_counts_otherwise_than_the_one_before_is_refused(target: Target, first: str) -> None:
+    """One does not tell the other what was written, so that all of it would be written again."""
+
+    def job(ledger: str, **options: str) -> Run:
+        return Run(target, query_id=publication.BATCH_JOB, ledger=ledger, **options)
+
+    (other,) = {"offsets", "batch-id"} - {first}
+    written = job(first)
+    written.write(written.rows(0, range(5)))
+    for options in ({}, {"jobId": "another"}):
+        refused = job(other, **options)
+        with pytest.raises(ConfigurationError, match=f"written with ledger='{first}', now it is '{other}'"):
+            refused.write(refused.rows(0, range(5)))
+    assert target.offsets() == [(0, n) for n in range(5)]
+    # What replaces the whole table doubles nothing, and a stream may stand beside a job.
+    replacing = job("batch-id", mode="replace")
+    replacing.write(replacing.rows(0, range(3)))
+    stream = Run(target, ledger="offsets")
+    stream.write(stream.rows(0, range(5, 7)))
+    assert target.offsets() == [(0, n) for n in (0, 1, 2, 5, 6)]
 
 
 def test_a_foreign_table_is_warned_of(target: Target, db: Looking, name: str, caplog: pytest.LogCaptureFixture) -> None:

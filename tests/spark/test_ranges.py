@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,8 +14,9 @@ from hypothesis import strategies as st
 from exactly_once._model import Partition
 from exactly_once.errors import ConfigurationError, TopicRecreated
 from spark_sink import LedgerBehindCheckpoint, RowsOutOfOrder
-from spark_sink.offset_log import Failure, Mark, OffsetLog, parse_initial, parse_offsets
-from spark_sink.ranges import Range, looked_through, over_skipped, remaining
+from spark_sink.offset_log import Failure, Mark, OffsetLog, _Disk, parse_initial, parse_offsets
+from spark_sink.owners import query_row
+from spark_sink.ranges import Range, looked_through, one_batch, over_skipped, remaining
 
 P = Partition("orders", 0)
 small = st.integers(0, 30)
@@ -49,8 +51,12 @@ def test_each_offset_of_a_batch_is_written_iff_the_ledger_lacks_it(
 
 
 def test_a_ledger_behind_the_checkpoint_is_told_with_what_mends_it() -> None:
-    with pytest.raises(LedgerBehindCheckpoint, match=r"20 offsets.*reset --topic orders --partition 0 --to-offset 30"):
-        remaining([Range(partition=P, start=30, end=40)], {P: 10}, group_id="g")
+    """The command is one for a shell, whatever the group is called."""
+    command = r"20 offsets.*reset --group-id 'the group' --topic orders --partition 0 --to-offset 30"
+    with pytest.raises(LedgerBehindCheckpoint, match=command):
+        remaining([Range(partition=P, start=30, end=40)], {P: 10}, group_id="the group")
+    with pytest.raises(LedgerBehindCheckpoint, match="reset --group-id 'the group' --to-batch 3"):
+        remaining(one_batch(query_row("q"), 4), {query_row("q"): 2}, group_id="the group")
 
 
 def test_offsets_that_go_back_are_another_topic() -> None:
@@ -85,6 +91,18 @@ def test_a_mark_is_kept_beside_the_checkpoint() -> None:
     log.note("g/1", 5, {other: 9})
     assert OffsetLog("/c", files.get).mark("g/1") == Mark(5, {P: 7, other: 9})
     assert OffsetLog("/c", files.get).mark("g") == Mark()
+
+
+@pytest.mark.parametrize("group_id", [".", "..", "a.b", "g" * 300, "\u00e4" * 120, f"{'g' * 300}/2"])
+def test_a_mark_has_a_file_whatever_the_group_is_called(tmp_path: Path, group_id: str) -> None:
+    disk = _Disk(tmp_path)
+    log = OffsetLog(str(tmp_path), disk, disk.write)
+    for each in (group_id, f"{group_id}2"):
+        assert log.mark(each) == Mark()
+    log.note(group_id, 4, {P: 7})
+    assert OffsetLog(str(tmp_path), disk).mark(group_id) == Mark(4, {P: 7})
+    assert OffsetLog(str(tmp_path), disk).mark(f"{group_id}2") == Mark()
+    assert [file.parent.name for file in tmp_path.rglob("*") if file.is_file()] == ["exactly_once"]
 
 
 def test_a_failure_is_kept_until_its_batch_was_written() -> None:

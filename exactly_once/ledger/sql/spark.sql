@@ -12,7 +12,7 @@ SET run_id = excluded.run_id, batch_id = excluded.batch_id, name = excluded.name
 -- Write down which table a group writes, and return which it is: another one only where the caller names the one before,
 -- or while nothing was written. Return as well whether this query, and whether another one, has written for the group,
 -- and what the group counts, where its rows tell: the data source counts batches also with offsets, and only where
--- nothing else is counted there are digests.
+-- nothing else is counted there are digests. Of batch jobs, which stand beside streams, they have the word itself instead.
 INSERT INTO {schema}.spark_target AS t (group_id, table_name) VALUES (%(group_id)s, %(table)s)
 ON CONFLICT (group_id) DO UPDATE
 SET table_name = CASE
@@ -24,6 +24,9 @@ RETURNING table_name,
     EXISTS (SELECT FROM {schema}.spark_query q WHERE q.group_id = t.group_id AND q.query_id = %(query_id)s),
     EXISTS (SELECT FROM {schema}.spark_query q WHERE q.group_id = t.group_id AND q.query_id <> %(query_id)s),
     CASE
+        WHEN %(is_job)s THEN (
+            SELECT min(q.fingerprint) FROM {schema}.spark_query q
+            WHERE q.group_id = t.group_id AND q.fingerprint IN ('offsets', 'batch-id'))
         WHEN EXISTS (
             SELECT FROM {schema}.ledger l
             WHERE l.group_id = t.group_id AND l.topic NOT LIKE 'query:%%'
@@ -31,7 +34,8 @@ RETURNING table_name,
          AND NOT EXISTS (
             SELECT FROM {schema}.ledger l
             WHERE l.group_id = t.group_id AND l.topic = 'query:' || %(query_id)s::text AND l.next_offset > 0) THEN 'offsets'
-        WHEN EXISTS (SELECT FROM {schema}.spark_query q WHERE q.group_id = t.group_id AND q.fingerprint IS NOT NULL)
+        WHEN EXISTS (SELECT FROM {schema}.spark_query q WHERE q.group_id = t.group_id
+                       AND q.fingerprint NOT IN ('offsets', 'batch-id'))
          AND NOT EXISTS (SELECT FROM {schema}.ledger l WHERE l.group_id = t.group_id AND l.topic NOT LIKE 'query:%%')
         THEN 'batch-id' END
 
@@ -48,5 +52,7 @@ SELECT fingerprint FROM {schema}.spark_query
 WHERE group_id = %(group_id)s AND query_id = %(query_id)s AND batch_id = %(batch_id)s
 
 -- name: spark_empty
--- Empty a table that is replaced as a whole by each batch; readers see the old rows until COMMIT.
-DELETE FROM {table}
+-- Empty a table that is replaced as a whole by each batch; readers see the old rows until COMMIT. To a rule or a trigger
+-- that keeps rows DELETE is no error, so tell whether any are left.
+DELETE FROM {table};
+SELECT EXISTS (SELECT FROM {table})
