@@ -125,6 +125,8 @@ class CommitProtocol:
         self._suspects: dict[Partition, int] = {}
         # How many units were committed by a handler that has used none of them; None once it did, or it was told.
         self._unused: int | None = 0
+        # Whether handlers use units in threads of their own, which may go on behind one that failed; None: not known.
+        self._has_threads: bool | None = None
         # When the next unit makes sense, on the monotonic clock: servers that refuse are not asked in a hurry.
         self.not_before = 0.0
         self.limit = max_messages
@@ -222,6 +224,8 @@ class CommitProtocol:
         self._terminator.clear()
         lost = unit.work.is_lost
         self._pending = Pending(unit, Sent.NOTHING)  # so that an interruption of what follows loses nothing
+        # Whoever has the connection itself can use it behind the unit; who does is not known before one has gone well.
+        unit.work.is_shared |= unit.is_lent if self._has_threads is None else self._has_threads
         unit.work.roll_back()
         self._count(unit, error, lost=lost)
         # A unit whose statement ends the whole server, each time, is to be judged when the server is back.
@@ -302,6 +306,8 @@ class CommitProtocol:
         self._patience.committed()
         # Notice a handler that never uses its units: it writes elsewhere, where effects are doubled.
         is_used = unit.is_touched or unit.is_connection_used
+        if is_used:
+            self._has_threads = unit.work.is_shared or bool(self._has_threads)
         if is_used and unit.dead_letters < unit.given:
             self._unused = None
         elif self._unused is not None and not is_used:

@@ -43,6 +43,7 @@ class HandlerThread:
         is_aborted = False
 
         def work() -> None:
+            unit.thread = threading.get_ident()
             try:
                 done.set_result(self.handler(unit))
             except BaseException as error:  # noqa: BLE001 - it is raised in the thread that waits

@@ -138,6 +138,7 @@ class _Commits(EndsUnits):
             raise
 
     def abandon(self, unit: Unit, error: BaseException) -> None:
+        self.work.is_shared |= unit.is_lent
         self.work.roll_back()
         if not self.work.is_unknown and self.work.outcome() == "committed":
             raise HandlerCommitted(

@@ -8,6 +8,7 @@ import os
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from enum import Enum
+from threading import get_ident
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, LiteralString, Protocol, Self
 
@@ -106,10 +107,12 @@ class Unit:
         self.is_taken = False
         # How often its only message was tried alone, where somebody counts.
         self.tries_alone: int | None = None
+        # Which thread the handler runs in; it may have others use the unit.
+        self.thread = 0
+        # Whether somebody else holds the connection too, so that the order of statements is not ours to keep.
+        self.is_lent = False
         self._commits = commits
         self._process = 0  # that has entered it; a child of it must not end the transaction
-        # Whether somebody else holds the connection too, so that the order of statements is not ours to keep.
-        self._is_lent = False
 
     @property
     def advances(self) -> tuple[Advance, ...]:
@@ -130,6 +133,7 @@ class Unit:
     def _note_use(self) -> None:
         """Keep the order of statements also for a framework that has the connection from elsewhere."""
         self.is_connection_used = True
+        self.work.is_shared |= get_ident() != self.thread
         if self.stage is Stage.OPEN and self.work.can_flush:
             self.work.flush()
 
@@ -137,7 +141,7 @@ class Unit:
         if self.stage is not Stage.NEW:
             raise UnitNotFinished(f"this unit was entered before: {self!r}; iterate on for the next one")
         self.stage = Stage.FAILED  # unless it gets further
-        self._process = os.getpid()
+        self._process, self.thread = os.getpid(), get_ident()
 
     def _check_process(self) -> None:
         """Keep a child of ours, which has the same connection, from ending the transaction."""
@@ -180,7 +184,7 @@ class Unit:
         :raises Redelivered: when another owner has taken the partitions, or the offsets meet a conflict; roll back.
         """
         self._enter()
-        self._is_lent = True
+        self.is_lent = True
         self._commits.join(self, connection)
         self.is_touched = True  # what is done in it goes past the unit
         self.stage = Stage.OPEN
@@ -205,7 +209,7 @@ class Unit:
         :raises UnitNotFinished: outside of the ``with`` block.
         """
         connection = self._flushed()
-        self._is_lent = True
+        self.is_lent = True
         return connection
 
     def _flushed(self) -> Connection:
@@ -239,7 +243,7 @@ class Unit:
         """
         self._check_open()
         # Within a pipeline of somebody who has the connection from elsewhere it is in one already.
-        if self._is_lent or self.work.connection.pgconn.pipeline_status != PipelineStatus.OFF:
+        if self.is_lent or self.work.connection.pgconn.pipeline_status != PipelineStatus.OFF:
             self.work.connection.execute(query, params)
         else:
             self.work.defer(query, params)

@@ -64,6 +64,8 @@ _SOCKET_OPTIONS = {
 _CAUSES = 10
 # How long a backend may take to end before the caller goes on polling Kafka meanwhile; usually it is milliseconds.
 _END_WAIT_SECONDS = 2.0
+# How long a thread may take to let go of a connection whose socket was cut: it is woken at once.
+_LET_GO_SECONDS = 1.0
 # What four digits can say; whatever may take longer is said to be unbounded.
 _LONGEST_SECONDS = 9999
 # What ends a unit's transaction from under it, and what to do instead.
@@ -518,11 +520,7 @@ class Session:
             if connection is None or connection.closed:
                 return
             logger.warning("Postgres stands still; the connection is cut", extra=about("connection_cut"))
-            # The socket and not the connection, which the thread that waits has locked. It may be closed just now.
-            with contextlib.suppress(OSError, psycopg.Error):
-                duplicate = socket.socket(fileno=os.dup(connection.fileno()))
-                with duplicate:
-                    duplicate.shutdown(socket.SHUT_RDWR)
+            _cut(connection)
 
         timer = threading.Timer(seconds, cut)
         timer.daemon = True
@@ -555,12 +553,27 @@ def dispose(connection: Connection) -> None:
     pool = getattr(connection, "_pool", None)  # psycopg_pool's, which is no dependency
     if pool is not None:
         connection._pool = None  # noqa: SLF001 - else close() may only give it back, as it is
+    # To close it under a thread of the handler's that is inside of libpq would crash the process.
+    is_free = connection.lock.acquire(blocking=False)
+    if not is_free:
+        _cut(connection)
+        is_free = connection.lock.acquire(timeout=_LET_GO_SECONDS)  # not where an interrupt has left it locked
     try:
         connection.close()
     finally:
+        if is_free:
+            connection.lock.release()
         if pool is not None:
             connection._pool = pool  # noqa: SLF001 - putconn() takes its own only
             pool.putconn(connection)
+
+
+def _cut(connection: Connection) -> None:
+    """End what waits on a connection for the server: the socket, as whoever waits has locked the connection."""
+    with contextlib.suppress(OSError, psycopg.Error):  # it may be closed just now
+        duplicate = socket.socket(fileno=os.dup(connection.fileno()))
+        with duplicate:
+            duplicate.shutdown(socket.SHUT_RDWR)
 
 
 def tag_of(instance: UUID, schema: str, may_take: float | None = 0) -> str:

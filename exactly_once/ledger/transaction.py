@@ -44,6 +44,9 @@ class UnitOfWork:
         self._blocks = 0
         # Written by :meth:`join`, :meth:`advance` and :meth:`commit`, for what each sends.
         self.sent = Sent.NOTHING
+        # Whether other threads may use the connection, still when the handler has failed. What such a one executes then
+        # must not get into the next transaction.
+        self.is_shared = False
         # Statements that wait for the next flush, or for COMMIT.
         self._deferred: list[Bound] = []
         # Whether some of them are off the list, and nobody knows yet whether they were executed.
@@ -220,9 +223,8 @@ class UnitOfWork:
 
     def roll_back(self) -> None:
         """End the transaction without effects; a connection that cannot do it is discarded."""
-        if not self.is_joined and self._connection is not None and self._connection.lock.locked():
-            # An interrupt can leave it locked, a handler a thread that uses it still: nobody else could.
-            self._ledger.session.discard()
+        if not self.is_joined and self._connection is not None and (self.is_shared or self._connection.lock.locked()):
+            self._ledger.session.discard()  # an interrupt, too, can leave it locked: nobody else could use it
         self._ledger.session.roll_back()
 
     def outcome(self) -> str:
@@ -238,6 +240,10 @@ class UnitOfWork:
         connection = self.connection
         if is_lost(connection):
             raise psycopg.OperationalError("the connection was lost inside the unit of work")
+        if self.is_shared and connection.lock.locked():
+            raise TransactionBusy(
+                "a thread of the handler still uses unit.connection: wait for all of its threads before it returns"
+            )
         if connection.pgconn.pipeline_status != PipelineStatus.OFF:
             raise TransactionBusy(
                 "the handler left a pipeline open on unit.connection; leave its block before returning"

@@ -373,8 +373,8 @@ CONSUMING = (
         (
             "defer-overtaken",
             "what is deferred within somebody else's pipeline comes behind what follows it",
-            "if self._is_lent or self.work.connection.pgconn.pipeline_status != PipelineStatus.OFF:",
-            "if self._is_lent:",
+            "if self.is_lent or self.work.connection.pgconn.pipeline_status != PipelineStatus.OFF:",
+            "if self.is_lent:",
         ),
     ),
     *each(

@@ -1,0 +1,90 @@
+"""A handler that gives its messages to a pool of threads: when one fails, others are still at work."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+
+import psycopg
+import pytest
+
+from exactly_once import TransactionBusy, Unit
+from exactly_once.ledger.session import Connection
+from tests.integration.scene import Scene
+from tests.support.waiting import until
+from tests.support.worker import record
+
+ASLEEP = "SELECT pid FROM pg_stat_activity WHERE wait_event = 'PgSleep'"
+
+
+@pytest.fixture
+def pool() -> Iterator[ThreadPoolExecutor]:
+    """Threads that outlive a unit."""
+    with ThreadPoolExecutor(2) as threads:
+        yield threads
+
+
+@pytest.mark.parametrize("is_known", [False, True])
+def test_what_a_thread_does_behind_its_failed_unit_gets_into_no_other(
+    scene: Scene, pool: ThreadPoolExecutor, *, is_known: bool
+) -> None:
+    """Be it the first unit of the process, or one of a handler that has used threads before."""
+    table, may_go_on = scene.table("number int"), threading.Event()
+    store = f"INSERT INTO {table} VALUES (1)".encode()
+
+    def work(connection: Connection) -> None:
+        assert may_go_on.wait(10)
+        connection.execute(store)
+
+    consumer = scene.consumer()
+    units = iter(consumer)
+    if is_known:
+        with next(units) as unit:
+            record(unit, "test")
+            pool.submit(unit.execute, store).result(10)
+
+    def fail(unit: Unit) -> Future[None]:
+        with contextlib.suppress(ValueError), unit:
+            record(unit, "test")
+            late = pool.submit(work, consumer._session.connection if is_known else unit.connection)
+            raise ValueError
+        return late
+
+    late = fail(next(units))
+    with next(units) as unit:
+        record(unit, "test")
+        may_go_on.set()
+        with pytest.raises(psycopg.OperationalError):
+            late.result(10)
+    scene.drain(consumer)
+    scene.assert_exact()
+    assert scene.query(f"SELECT count(*) FROM {table}") == [(int(is_known),)]
+
+
+def test_a_thread_inside_a_statement_is_woken_and_leaves_the_connection(scene: Scene, pool: ThreadPoolExecutor) -> None:
+    consumer = scene.consumer()
+    units = iter(consumer)
+    with contextlib.suppress(ValueError), next(units) as unit:
+        late = pool.submit(unit.execute, "SELECT pg_sleep(20)")
+        until(lambda: scene.query(ASLEEP), 10, "the statement")
+        raise ValueError
+    with pytest.raises(psycopg.OperationalError):
+        late.result(5)
+    scene.drain(consumer)
+    scene.assert_exact()
+
+
+def test_a_thread_that_is_not_waited_for_is_the_handlers_mistake(scene: Scene, pool: ThreadPoolExecutor) -> None:
+    def store(unit: Unit) -> None:
+        record(unit, "test")
+        pool.submit(unit.execute, "SELECT pg_sleep(20)")
+        until(lambda: scene.query(ASLEEP), 10, "the statement")
+
+    consumer = scene.consumer()
+    with pytest.raises(TransactionBusy, match="wait for all of its threads"):
+        consumer.run(store)
+    assert scene.applied() == []
+    scene.drain(consumer)
+    scene.assert_exact()
