@@ -11,6 +11,7 @@ two have a SQLSTATE that :func:`exactly_once.ledger.outcome.classify` takes for 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -22,6 +23,9 @@ from exactly_once.errors import ExactlyOnceError
 # Postgres cuts longer names.
 NAME_BYTES = 63
 _SHOWN = 100
+_HALF_PAIR = re.compile(
+    rb"\\u[dD][89abAB]..(?!\\u[dD][c-fC-F])|(?<!\\u[dD][89abAB][\da-fA-F][\da-fA-F])\\u[dD][c-fC-F].."
+)
 Place = tuple[str | None, int | None, int | None]
 
 
@@ -99,9 +103,12 @@ def short(text: str) -> str:
 
 
 def way_on(value: bytes | None) -> str:
-    """Say what takes a message that is a list; nothing of any other."""
-    is_list = (value or b"").lstrip().startswith(b"[")
-    return "; in a program FunctionDecoder makes several rows of a message" if is_list else ""
+    """Say what takes a message that is a list, and what is wrong with a text that was cut; nothing of any other."""
+    if (value or b"").lstrip().startswith(b"["):
+        return "; in a program FunctionDecoder makes several rows of a message"
+    if half := _HALF_PAIR.search(value or b""):
+        return f"; {half[0].decode()} is half of a character: its producer has cut a text within a surrogate pair"
+    return ""
 
 
 def origin(origins: Sequence[Message] | None, row: int) -> Message | None:

@@ -208,12 +208,14 @@ def _arrays(plan: Plan, natives: Sequence[bool]) -> sql.Composed:
 
 def _values(plan: Plan, natives: Sequence[bool]) -> list[sql.Composable]:
     """Return what an array's element is as a value of its column."""
-    # To the type without length, for a cast to one with length would cut what does not fit.
+    # To the type without length, for a cast to one with length would cut what does not fit. An interval is rounded, so
+    # that a key is what is stored.
+    kinds = (c.type_name if c.base_name == "interval" else c.base_name for c in plan.columns)
     return [
         sql.SQL("s.{}").format(sql.Identifier(name))
         if is_native
-        else sql.SQL("s.{}::{}").format(sql.Identifier(name), sql.SQL(column.base_name))
-        for name, column, is_native in zip(stage_columns(len(natives)), plan.columns, natives, strict=True)
+        else sql.SQL("s.{}::{}").format(sql.Identifier(name), sql.SQL(kind))
+        for name, kind, is_native in zip(stage_columns(len(natives)), kinds, natives, strict=True)
     ]
 
 

@@ -363,6 +363,14 @@ def test_a_tombstone_with_a_key_of_several_columns() -> None:
             list(decoder.decode(messages(None, key=key)))
 
 
+@pytest.mark.parametrize("half", ["\\ud83d", "\\uDE00", "\\ud83d\\u0041", "\\ud83d\\ud83d\\ude00"])
+def test_half_of_a_character_is_told(half: str) -> None:
+    decoder = JsonDecoder()
+    decoder.prepare(table(a="int4", b="jsonb"), mode="append", key=())
+    with pytest.raises(BadRow, match=r"offset 0: .*; \\u[dD]\w{3} is half of a character"):
+        list(decoder.decode(messages(b'{"a": 1, "b": {"smile": "\\ud83d\\ude00 %b"}}' % half.encode())))
+
+
 def test_a_tombstone_is_refused_in_other_modes_or_skipped_by_choice() -> None:
     decoder = JsonDecoder()
     decoder.prepare(table(a="int4"), mode="append", key=())

@@ -268,6 +268,7 @@ def test_a_key_without_a_value_is_refused(change: Any, work: Connection, make_ta
         ("numeric", "1.0", "1.00"),
         ("numeric", Decimal("NaN"), Decimal("NaN")),
         ("interval", "1 day", "24 hours"),
+        ("interval(0)", "1.3 seconds", "1.4 seconds"),
         ("inet", "10.0.0.1", "10.0.0.1/32"),
         ("timestamptz", "2026-01-01T00:00:00Z", "2026-01-01T01:00:00+01:00"),
         # No clock shows the first one: an hour is left out.
