@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from exactly_once._model import Partition
-from exactly_once.ledger.commands import reset_command
+from exactly_once.ledger.commands import command
 
 from . import options, output
 from .plan import changed
@@ -61,10 +61,9 @@ def run(args: argparse.Namespace) -> int:
                 "batches has none, and cannot be handed over.)"
             )
         if halted := next((row for row in rows if row.halted), None):
-            raise CommandError(
-                f"{halted.place} is halted ({halted.halted}): nobody may take it over before "
-                + reset_command(group_id, session.schema, halted.place)
-            )
+            where = ("--topic", halted.topic, "--partition", halted.partition)
+            reset = command("reset", group_id, session.schema, *where)
+            raise CommandError(f"{halted.place} is halted ({halted.halted}): nobody may take it over before {reset}")
         cluster = open_cluster(settings) if settings.bootstrap_servers else None
         # At offsets that the log does not have the new side would stop, or start elsewhere.
         for line in beside_logs(rows, cluster, settings.schema) if cluster is not None else ():

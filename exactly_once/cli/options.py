@@ -104,15 +104,14 @@ class Settings:
 def add_common(parser: argparse.ArgumentParser, *, json: str = "print one JSON document") -> None:
     """Add the options that every command takes; ``json`` is the help of ``--json``."""
     group = parser.add_argument_group("where")
+    brokers = _help("Kafka's brokers", "bootstrap_servers")
+    group.add_argument("--bootstrap-servers", metavar="HOST:PORT,...", help=brokers)
+    group.add_argument("--group-id", metavar="GROUP", help=_help("the consumer group", "group_id"))
     database = "connection string of Postgres; others can see a command line, so give a password elsewhere"
-    for option, metavar, kind, text in (
-        ("--bootstrap-servers", "HOST:PORT,...", str, _help("Kafka's brokers", "bootstrap_servers")),
-        ("--group-id", "GROUP", str, _help("the consumer group", "group_id")),
-        ("--conninfo", "CONNINFO", str, _help(database, "conninfo")),
-        ("--schema", "SCHEMA", str, "schema of the ledger (exactly_once)"),
-        ("--config", "FILE.toml", Path, "file with any of these, see below"),
-    ):
-        group.add_argument(option, action=Once, type=kind, metavar=metavar, help=text)
+    group.add_argument("--conninfo", metavar="CONNINFO", help=_help(database, "conninfo"))
+    group.add_argument("--schema", metavar="SCHEMA", help="schema of the ledger (exactly_once)")
+    file = "file with any of these, see below"
+    group.add_argument("--config", action=Once, metavar="FILE.toml", type=Path, help=file)
     look = parser.add_argument_group("how")
     look.add_argument("--json", action="store_true", help=json)
     look.add_argument("--debug", action="store_true", help="on an error print the traceback, too")

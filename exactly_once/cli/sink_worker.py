@@ -143,8 +143,10 @@ def work(task: Task, report: Callable[[Counts], None] | None = None) -> None:
         )
 
 
-def _set_aside(limit: DeadLetterLimit, told: dict[Partition, int], unit: Unit, bad: Bad) -> None:
-    """Set messages aside in the unit that applies the others; ``told`` are the last offsets that the log has named.
+def _set_aside(limit: DeadLetterLimit, told: dict[Partition, tuple[int, int]], unit: Unit, bad: Bad) -> None:
+    """Set messages aside in the unit that applies the others.
+
+    ``told`` are owner epoch and offset of the last ones that the log has named; behind a reset they are named again.
 
     :raises BadRow: when they are too many, so that those before are committed, and the one too many stops the worker.
     """
@@ -172,11 +174,13 @@ def _set_aside(limit: DeadLetterLimit, told: dict[Partition, int], unit: Unit, b
             enforce(limit, unit.connection, run[-1], schema=unit.work.schema, group_id=unit.work.group_id)
         except TooManyDeadLetters:
             raise errors[place_of(run[0])] from None
+    epochs = {advance.partition: advance.epoch for advance in unit.advances}
     for message, error in bad:
         partition = Partition.of(message)
-        if told.get(partition, -1) >= (message.offset() or 0):
+        at = (epochs[partition], message.offset() or 0)
+        if told.get(partition, at[:0]) >= at:
             continue  # the unit has failed by something else meanwhile, and comes again
-        told[partition] = message.offset() or 0
+        told[partition] = at
         extra = about("set_aside", group=unit.work.group_id, partition=partition, offset=message.offset())
         logger.error("%s offset %s is set aside with its unit: %s", partition, message.offset(), error, extra=extra)
 

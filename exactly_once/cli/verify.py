@@ -45,7 +45,7 @@ COMMIT, let it catch up, and count by the query how often each message took effe
 example:
   exactly-once verify --setup 'CREATE TABLE copy (n int)' \\
       --effects 'SELECT n, count(*) FROM copy GROUP BY 1' \\
-      --start 'python copy.py {bootstrap_servers} {conninfo} {topic}'
+      --start 'python pipeline.py {bootstrap_servers} {conninfo} {topic}'
 
 Faults "cut-before" and "cut-after" lose the connection before or after the server has done the COMMIT; the
 pipeline must connect by the {conninfo} that it is given. Without --bootstrap-servers a Kafka is started for

@@ -235,7 +235,6 @@ def test_a_number_that_is_refused_is_named_with_its_bounds(command: Command, opt
     "words",
     [
         ["status", "--config", "a.toml", "--config", "b.toml"],
-        ["status", "--group-id", "a", "--group-id", "b"],
         ["reset", "--topic", "t", "--to-offset", "5", "--to-offset", "7"],
         ["migrate", "--role", "a", "--role", "b"],
     ],

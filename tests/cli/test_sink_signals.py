@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import json
+import re
 import signal
 import socket
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,6 +18,7 @@ from typing import Any
 import psycopg
 import pytest
 
+from tests.cli.conftest import Command
 from tests.cli.test_sink import payments, rows, send, workers_of
 from tests.conftest import MakeConsumer
 from tests.support.topics import create_topic
@@ -200,3 +203,23 @@ def test_records_are_one_stream_of_json_to_the_end(start: Start, source: str, db
             assert sink.ended() == 1
             records = [json.loads(line) for line in sink.said.splitlines()]
         assert any(r.get("action") == "failed" and "--on-poison dead-letter" in r["text"] for r in records), records
+
+
+def test_messages_that_are_set_aside_again_behind_a_reset_are_named_again(
+    start: Start, source: str, db: Database, bootstrap_servers: str, operate: Command
+) -> None:
+    """The log had named them, so nothing was said of those that the same worker set aside anew."""
+    send(bootstrap_servers, source, [("0", b"bad"), ("0", b"worse")], 2)
+    letters = "SELECT count(*) FROM exactly_once.dead_letter WHERE group_id = %s AND status = 'dead'"
+
+    def named() -> list[int]:
+        found = re.findall(r"ERROR \S+ (offset \d+) (?:was stored|is set aside)", sink.said)
+        return sorted(Counter(found).values())
+
+    with start("--on-poison", "dead-letter") as sink:
+        until(lambda: db.execute(letters, (source,)).fetchone() == (2,) and named() == [1, 1], 60, "two dead letters")
+        assert operate("reset", "--topic", source, "--to-earliest", "--execute").code == 0
+        until(has(db, source, 20), 60, "all messages again")
+        until(lambda: named() == [2, 2], 60, "both to be named again")
+        sink.signal(signal.SIGTERM)
+        assert sink.ended() == 0, sink.said

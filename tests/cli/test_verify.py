@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import re
 import shlex
 import subprocess
 import sys
@@ -368,3 +369,12 @@ def test_half_an_effect_and_one_that_was_taken_back_are_none() -> None:
     rows = [(0, 1.0), (1, 0.5), (2, -1), (3, 1.5), (4, 1), (4, -1), (Decimal("Infinity"), 1)]
     compare(verdict, counted(rows))
     assert verdict.examples == {"lost": ["1", "2", "4"], "doubled": ["3"], "foreign": ["Infinity"]}
+
+
+def test_the_program_of_the_examples_hides_no_module_of_python(command: Command) -> None:
+    """It was copy.py: beside it `import psycopg` ends in the program itself, in place of the module copy."""
+    page = (Path(__file__).parents[2] / "docs" / "how-to" / "verify.md").read_text("utf-8")
+    for text in (command("verify", "--help").out, page):
+        names = re.findall(r"python (\w+)\.py", text)
+        assert names
+        assert not {*names} & sys.stdlib_module_names
