@@ -93,7 +93,8 @@ def behind(
         if at_start:
             way = (
                 "Where nothing of the batches between is missing in the table: "
-                f"{reset_command(group_id)} --to-batch {known - 1}. Else start with a new checkpoint: with startingOffsets from the "
+                f"{reset_command(group_id)} --to-batch {known - 1}. "
+                "Else start with a new checkpoint: with startingOffsets from the "
                 "ledger; or, where it counts only batches, with another group_id and an empty table"
             )
         return LedgerBehindCheckpoint(
