@@ -134,6 +134,16 @@ SPARK = (
         ),
     ),
     *each(
+        "spark_sink/attempt.py",
+        ("tests/spark/test_batches.py::test_rows_that_an_explode_makes_of_a_message_stay_in_their_order",),
+        (
+            "explode-order",
+            "of the rows that one message has for a key another one than the last wins",
+            "sortWithinPartitions(*order, NUMBER)",
+            "sortWithinPartitions(*order)",
+        ),
+    ),
+    *each(
         "spark_sink/owners.py",
         (f"{PUBLICATION}::test_a_batch_job_that_counts_otherwise_than_the_one_before_is_refused",),
         (

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from pyspark.sql import DataFrame
 
     from spark_sink import SinkUnit
-    from spark_sink.options import Transaction
+    from spark_sink.options import Mode, Transaction
 
 both = pytest.mark.parametrize("transaction", ["batch", "partition"])
 ADAPTIVE = "spark.sql.adaptive.enabled"
@@ -59,6 +59,37 @@ def test_a_batch_without_rows_counts_as_one(scene: Scene, name: str, db: psycopg
     drain(frame, scene.sink(**sink_options), scene.checkpoint)
     assert [(r.batch_id, r.is_replay) for r in scene.reports[3:]] == [(last, True)]
     assert db.execute(f"SELECT count(*) FROM {name}").fetchone() == (20,)
+    db.execute(f"DROP TABLE {name}")
+
+
+SPILLS = "spark.shuffle.spill.numElementsForceSpillThreshold"
+
+
+@pytest.fixture
+def spills(scene: Scene) -> Iterator[None]:
+    """Each sort runs out of memory now and then."""
+    conf = scene.spark.sparkContext._jsc.sc().conf()
+    conf.set(SPILLS, "700")
+    yield
+    conf.remove(SPILLS)
+
+
+@pytest.mark.parametrize(("mode", "stored"), [("upsert", 2000), ("insert-ignore", 1)])
+@pytest.mark.usefixtures("spills")
+def test_rows_that_an_explode_makes_of_a_message_stay_in_their_order(
+    scene: Scene, name: str, db: psycopg.Connection[Any], mode: Mode, stored: int
+) -> None:
+    """They have one offset, and a sort that spills gives such rows in any order: another than the last would win."""
+    db.execute(f"CREATE TABLE {name} (id int PRIMARY KEY, n int)")
+    sink = scene.sink(table=name, mode=mode)
+
+    def write(frame: DataFrame, batch_id: int) -> None:
+        places = frame.selectExpr("topic", "partition", "offset", "CAST(offset * 2 + partition AS int) AS id")
+        sink(places.selectExpr("*", "explode(sequence(1, 2000)) AS n"), batch_id)
+
+    scene.produce(8)
+    scene.run(write)
+    assert db.execute(f"SELECT * FROM {name} ORDER BY id").fetchall() == [(n, stored) for n in range(8)]
     db.execute(f"DROP TABLE {name}")
 
 
