@@ -64,19 +64,9 @@ class _Watched:
     next_sign: float = 0.0
 
     @property
-    def may_wait(self) -> bool:
-        """Whether a statement is under way; without one nothing waits for a lock."""
-        return self.connection is None or self.connection.info.transaction_status is TransactionStatus.ACTIVE
-
-    @property
-    def is_over(self) -> bool:
-        """Whether the transaction has ended: a joined one is watched until the next iteration."""
-        over = (TransactionStatus.IDLE, TransactionStatus.UNKNOWN)
-        return self.connection is not None and self.connection.info.transaction_status in over
-
-    def must_show_sign(self, now: float) -> bool:
-        """Tell whether peers may begin to doubt: they let a unit alone for the time that it may take."""
-        return self.may_take is not None and now >= self.next_sign and now - self.since > self.may_take / 2
+    def status(self) -> TransactionStatus | None:
+        """How the transaction stands, where its connection is known."""
+        return None if self.connection is None else self.connection.info.transaction_status
 
 
 class StaleBackendTerminator:
@@ -166,8 +156,8 @@ class StaleBackendTerminator:
         self._discard()
 
     def _turn(self, watched: _Watched | None, now: float) -> None:
-        if watched is not None and watched.is_over:
-            watched = None
+        if watched is not None and watched.status in (TransactionStatus.IDLE, TransactionStatus.UNKNOWN):
+            watched = None  # it has ended: a joined one is watched until the next iteration
         if self._shown is not None and self._shown is not watched:
             self._shown = None
             if self._connection is not None and not is_lost(self._connection):
@@ -176,7 +166,9 @@ class StaleBackendTerminator:
             if self._connection is not None and now - self._used_at > _KEPT_SECONDS:
                 self._discard()
             return
-        if watched.must_show_sign(now):
+        # Before peers may begin to doubt, which let a unit alone for the time that it may take.
+        is_long = watched.may_take is not None and now - watched.since > watched.may_take / 2
+        if is_long and now >= watched.next_sign:
             watched.next_sign = now + _SIGN_SECONDS
             # Open a transaction that names the backend of ours, or say it again.
             connection = self._connection_now()
@@ -184,7 +176,8 @@ class StaleBackendTerminator:
             sign = sql.Literal(f"exactly_once_alive:{watched.pid}")
             execute(connection, self._schema, "renew_sign" if is_shown else "show_sign", sign=sign)
             self._shown, self._has_failed = watched, False
-        if watched.may_wait and now >= watched.next_look:
+        # Without a statement under way nothing waits for a lock.
+        if watched.status in (None, TransactionStatus.ACTIVE) and now >= watched.next_look:
             watched.pause = min(max(_TURN_SECONDS, 2 * watched.pause), _LONGEST_PAUSE_SECONDS)
             watched.next_look = now + watched.pause
             self._end_blockers(watched)
