@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from dataclasses import replace
+from uuid import uuid4
 
 import psycopg
 import pytest
@@ -12,7 +13,8 @@ from psycopg.conninfo import make_conninfo
 
 from exactly_once import Unit, UnitTooSlow
 from exactly_once.consumer import maintenance
-from exactly_once.ledger.session import Session, connector
+from exactly_once.ledger.session import Connection, Session, connector
+from exactly_once.ledger.stale_owners import StaleBackendTerminator
 from tests.integration.conftest import MakeScene
 from tests.integration.scene import Scene, actions, apply, backend_of, text
 from tests.support.topics import produce
@@ -99,6 +101,20 @@ def test_a_session_that_is_ended_for_idling_is_opened_anew_without_a_word(
     assert consumer.counters.redelivered == 0
     assert "waiting" not in actions(caplog)
     scene.assert_exact()
+
+
+def test_looks_for_a_frozen_owner_go_on_in_another_session(scene: Scene, caplog: pytest.LogCaptureFixture) -> None:
+    connects: list[Connection] = []
+
+    def connect() -> Connection:
+        connects.append(psycopg.connect(scene.conninfo, autocommit=True, options="-c idle_session_timeout=300ms"))
+        return connects[-1]
+
+    terminator = StaleBackendTerminator(connect, schema="exactly_once", group_id=scene.topic, instance=uuid4())
+    with psycopg.connect(scene.conninfo) as waiting, terminator.acquiring(waiting.info.backend_pid, []):
+        until(lambda: len(connects) == 3, 30, "the third session")
+    terminator.close()
+    assert "watch_failed" not in actions(caplog)
 
 
 def test_the_handlers_statements_keep_the_limit(scene: Scene) -> None:

@@ -17,6 +17,8 @@ ISOLATED = (
     "test_batches_of_many_processes_in_any_order_do_not_deadlock",
 )
 ODD = "tests/integration/test_odd_applications.py"
+THREADS = "tests/integration/test_pools_of_threads.py"
+SILENT = "tests/integration/test_silent_client.py"
 
 CONSUMING = (
     *each(
@@ -365,6 +367,48 @@ CONSUMING = (
             "a handler that empties advances stores effects without offsets: doubles",
             "self._advances = tuple(advances)",
             "self._advances = advances",
+        ),
+    ),
+    *each(
+        "exactly_once/consumer/commit.py",
+        (f"{THREADS}::test_what_a_thread_does_behind_its_failed_unit_gets_into_no_other",),
+        (
+            "threads-go-on",
+            "a thread that goes on behind its failed unit gets into the next one: doubles",
+            "unit.work.is_shared |= unit.is_lent if self._has_threads is None else self._has_threads",
+            "pass",
+        ),
+    ),
+    *each(
+        "exactly_once/ledger/transaction.py",
+        (f"{THREADS}::test_a_thread_that_is_not_waited_for_is_the_handlers_mistake",),
+        (
+            "threads-not-waited",
+            "a unit is committed while a thread of its handler is at work",
+            "if self.is_shared and connection.lock.locked():",
+            "if False:",
+        ),
+    ),
+    *each(
+        "exactly_once/consumer/rebalance.py",
+        (f"{SILENT}::test_a_client_that_answers_nothing_is_replaced",),
+        (
+            "left-behind",
+            "a client that was left behind takes the partitions of its successor",
+            "if not is_recorded and joined is self._joined:",
+            "if not is_recorded:",
+        ),
+    ),
+    *each(
+        "exactly_once/ledger/session.py",
+        (
+            "tests/integration/test_role_timeouts.py::test_a_session_that_is_ended_for_idling_is_opened_anew_without_a_word",
+        ),
+        (
+            "idle-session",
+            "a session that the server ended for idling is trouble",
+            "except psycopg.errors.IdleSessionTimeout:",
+            "except ZeroDivisionError:",
         ),
     ),
     *each(
