@@ -24,6 +24,8 @@ LIMITS = {
     **{name: (-(1 << bits), (1 << bits) - 1) for name, bits in (("int2", 15), ("int4", 31), ("int8", 63))},
     "oid": (0, (1 << 32) - 1),
 }
+# Far more than any type of whole numbers holds, and than Python reads.
+_MOST_DIGITS = 1000
 _MAX_EXPONENT = 131071
 _MIN_EXPONENT = -16383
 _UNROUNDED = Context(prec=MAX_PREC, Emin=MIN_EMIN, Emax=MAX_EMAX)
@@ -154,7 +156,9 @@ def whole_of(text: str) -> int:
 
     :raises ValueError: for any other text.
     """
-    return int(_matching(_WHOLE_TEXT, text, "whole number"))
+    if len(_matching(_WHOLE_TEXT, text, "whole number")) > _MOST_DIGITS:
+        raise ValueError(f"{cut(text)} is out of range")
+    return int(text)
 
 
 def oid_of(text: str) -> int:

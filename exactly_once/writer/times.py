@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -70,11 +71,10 @@ def _to_date(value: Any) -> Any:
         refuse("a date is wanted")(value)
     if isinstance(value, date):
         return value
-    try:
-        # Python takes ten digits, too, and leaves the last two out.
-        return date.fromisoformat(value) if _DAY_ALONE.fullmatch(value) else _special(value, is_zoned=False)
-    except ValueError:
-        return _special(value, is_zoned=False)
+    if _DAY_ALONE.fullmatch(value):  # Python takes ten digits, too, and leaves the last two out
+        with contextlib.suppress(ValueError):
+            return date.fromisoformat(value)
+    return _special(value, is_zoned=False)
 
 
 DATE = named("date", {date}, _to_date)

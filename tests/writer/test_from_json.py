@@ -363,6 +363,17 @@ def test_a_tombstone_with_a_key_of_several_columns() -> None:
             list(decoder.decode(messages(None, key=key)))
 
 
+@pytest.mark.parametrize("kind", ["int8", "oid"])
+@pytest.mark.parametrize("quote", ["", '"'])
+def test_a_number_of_thousands_of_digits_is_out_of_range(kind: str, quote: str) -> None:
+    """Of which Python says what setting of its own it exceeds."""
+    decoder = JsonDecoder()
+    decoder.prepare(table(a=kind), mode="append", key=())
+    sent = f'{{"a": {quote}{"9" * 5000}{quote}}}'.encode()
+    with pytest.raises(BadRow, match=r"offset 0: column a: .*9\.\.\. \(500[02] characters\) is out of range"):
+        list(decoder.decode(messages(sent)))
+
+
 @pytest.mark.parametrize("half", ["\\ud83d", "\\uDE00", "\\ud83d\\u0041", "\\ud83d\\ud83d\\ude00"])
 def test_half_of_a_character_is_told(half: str) -> None:
     decoder = JsonDecoder()
