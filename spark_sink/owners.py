@@ -19,6 +19,7 @@ import psycopg
 from exactly_once._log import about
 from exactly_once._model import QUERY, ROTATE_EVERY, Advance, Partition, Row
 from exactly_once.errors import ConfigurationError, Fenced, PartitionHalted
+from exactly_once.ledger.commands import command
 from exactly_once.ledger.conflict import Conflict, Grant, check
 from exactly_once.ledger.rows import LOCK_SECONDS, Ledger, row_missing
 from exactly_once.ledger.session import Connection, execute, last_row
@@ -253,12 +254,12 @@ def checked_rows(ledger: Ledger, held: Sequence[Advance]) -> dict[Partition, Row
 
 
 def _refuse_halted(ledger: Ledger, row: Row) -> None:
-    group_id = ledger.group_id
+    group_id, schema = ledger.group_id, ledger.session.schema
     if row.halted is None or not row.partition.counts_batches:
-        refuse_halted(group_id, ledger.session.schema, row)
+        refuse_halted(group_id, schema, row)
         return
     batch_id = row.next_offset or 0
-    reset = f"exactly-once reset --group-id {group_id} --to-batch"
+    reset = command("reset", group_id, schema, "--to-batch")
     raise PartitionHalted(
         f"group {group_id!r} is halted behind batch {batch_id - 1}: {row.halted}. Look whether the rows of batch "
         f"{batch_id} are in the table. If they are there and right: {reset} {batch_id}; if they are not, or "

@@ -93,8 +93,9 @@ def behind(
         if at_start:
             way = (
                 "Where nothing of the batches between is missing in the table: exactly-once reset --group-id "
-                f"{group_id} --to-batch {known - 1}. Else start with a new checkpoint: with startingOffsets from the "
-                "ledger; or, where it counts only batches, with another group_id and an empty table"
+                f"{shlex.quote(group_id)} --to-batch {known - 1}. Else start with a new checkpoint: with "
+                "startingOffsets from the ledger; or, where it counts only batches, with another group_id and an "
+                "empty table"
             )
         return LedgerBehindCheckpoint(
             f"group {group_id!r}: the ledger has counted batch {(next_offset or 0) - 1}, Spark goes on with batch "

@@ -198,7 +198,8 @@ class LeftOut:
             self._told[sink] = state
             said: list[str] = []
             if sink.filtered_messages:
-                said.append(f"messages that where and where_not leave out: {sink.filtered_messages:,}")
+                by = "where, where_not, on_tombstone and on_truncate"
+                said.append(f"messages that {by} leave out: {sink.filtered_messages:,}")
             if sink.repeated_rows:
                 said.append(f"rows of events that came before, left out by claim: {sink.repeated_rows:,}")
             if sink.missed_deletes:

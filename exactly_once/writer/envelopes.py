@@ -304,6 +304,7 @@ class Envelope(Format):
     def _truncate(self) -> None:
         if not self._skips_truncate:
             raise BadRow('the source table was truncated: empty this one, and say on_truncate = "skip"')
+        self.left_out += 1
 
     def _stored(self, message: Message, before: Row | None, after: Row) -> Iterator[tuple[bytes | None, Row | None]]:
         """Store a row; where it had another key before, delete that one."""
@@ -326,6 +327,7 @@ class Envelope(Format):
 
     def _delete(self, message: Message, before: Row | None) -> Iterator[tuple[bytes | None, Row | None]]:
         if self._on_tombstone == "skip":
+            self.left_out += 1
             return
         if not self._deletes:
             raise BadRow('a delete, and rows are only appended: say mode = "upsert", or on_tombstone = "skip"')
@@ -347,6 +349,7 @@ class Envelope(Format):
     def _tombstone(self, message: Message) -> Iterator[tuple[bytes | None, Row | None]]:
         """Delete, because compaction may have left nothing but the tombstone of a delete."""
         if self._is_behind_delete or self._on_tombstone == "skip":
+            self.left_out += not self._is_behind_delete
             return
         (key, is_object), topic = self._key_of(message), message.topic()
         lacks = key is not None and not set(self._key) <= set(key)

@@ -134,7 +134,7 @@ class FormatDecoder:
         before = self._format.left_out
         found = [self.read(message)[0] for message in messages]
         decoded = self._decoder.decode([each for some in found for each in some])
-        return replace(decoded, filtered=self._format.left_out - before)
+        return replace(decoded, filtered=decoded.filtered + self._format.left_out - before)
 
     def read(self, message: Message, *, tells: bool = False) -> tuple[list[Message], dict[str, str], tuple[str, ...]]:
         """Return what a message says as messages in JSON; with ``tells`` also types and key, as far as it tells them.
@@ -308,6 +308,7 @@ class Shaped(Format):
 
     def read(self, message: Message) -> Iterator[Change]:
         """Yield the rows that are wanted."""
+        before = self._inner.left_out
         for key, value in self._inner.read(message):
             if value is None:
                 yield key, None
@@ -330,6 +331,7 @@ class Shaped(Format):
                 if sources and not any(f"{name}{self._flatten}".startswith(each) for each in self._dropped):
                     flat.setdefault(name, nothings[max(sources, key=len)])
             yield key, msgspec.json.encode(flat)
+        self.left_out += self._inner.left_out - before
 
     def types(self, message: Message) -> dict[str, str]:
         """Return the types of what stays as it was."""

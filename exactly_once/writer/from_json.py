@@ -156,6 +156,7 @@ class JsonDecoder:
 
     def decode(self, messages: Sequence[Message]) -> Decoded:
         """Describe the rows; a message is decoded when its row is asked for."""
+        given = len(messages)
         if self._on_tombstone == "skip":
             messages = [m for m in messages if m.value() is not None]
         unused: Counter[str] = Counter()
@@ -172,6 +173,7 @@ class JsonDecoder:
             partial={self._rest: merged} if self._rest else {},
             unused=unused,
             unfilled=self._unfilled.values(),
+            filtered=given - len(messages),
         )
 
     # How the columns are filled.

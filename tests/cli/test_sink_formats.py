@@ -238,7 +238,7 @@ def test_rows_are_shaped_without_code(follow: Run, db: Database, caplog: pytest.
 
     sent = [event(1, "paid"), event(2, "open"), event(3, "refunded")]
     follow("table-sink-shape.md", sent, headers=[("trace-id", "t1")])
-    assert "messages that where and where_not leave out: 1" in caplog.text
+    assert "messages that where, where_not, on_tombstone and on_truncate leave out: 1" in caplog.text
     found = db.execute("SELECT to_jsonb(t) - 'sent', sent IS NOT NULL FROM shop_event t ORDER BY order_id").fetchall()
     same = {"buyer": "ä", "customer_tags": [1], "shop": "berlin", "trace": "t1", "rest": {}}
     assert found == [

@@ -224,3 +224,23 @@ def test_insert_ignore_makes_no_table_without_a_key(
     assert db.execute("SELECT to_regclass(%s)", (source,)).fetchone() == (None,)
     assert operate(*created(source, "--mode", "insert-ignore", "--key", "id")).code == 0
     assert db.execute(f"SELECT count(*) FROM {source}").fetchone() == (1,)
+
+
+@pytest.mark.parametrize(
+    ("options", "count"),
+    [([], 2), (["--where", "kind=a"], 3), (["--format", "maxwell"], 3), (["--format", "maxwell", "--flatten"], 3)],
+)
+def test_messages_that_are_skipped_as_asked_for_are_counted(
+    options: list[str], count: int, operate: Command, bootstrap_servers: str, source: str
+) -> None:
+    """Tombstones, deletes and truncates went without a word."""
+    row = {"id": 1, "kind": "a"}
+    changes: list[Any] = [row, row | {"kind": "b"}, None, None]
+    if "maxwell" in options:
+        told = {"database": "d", "table": "t", "ts": 1, "data": row}
+        changes = [told | {"type": "insert"}, told | {"type": "delete"}, None, None]
+    send(bootstrap_servers, source, [("0", change) for change in changes], 3)
+    result = operate(*created(source, "--on-tombstone", "skip", *options))
+    assert result.code == 0
+    said = "messages that where, where_not, on_tombstone and on_truncate leave out"
+    assert f"table {source}: {said}: {count}" in result.err
