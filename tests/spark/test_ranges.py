@@ -49,9 +49,7 @@ def test_each_offset_of_a_batch_is_written_iff_the_ledger_lacks_it(
 
 
 def test_a_ledger_behind_the_checkpoint_is_told_with_what_mends_it() -> None:
-    with pytest.raises(
-        LedgerBehindCheckpoint, match=r"20 offsets.*reset --group-id g --topic orders --partition 0 --to-offset 30"
-    ):
+    with pytest.raises(LedgerBehindCheckpoint, match=r"20 offsets.*reset --topic orders --partition 0 --to-offset 30"):
         remaining([Range(partition=P, start=30, end=40)], {P: 10}, group_id="g")
 
 
