@@ -36,7 +36,7 @@ from exactly_once.ledger.dead_letters import enforce
 from exactly_once.writer.errors import TableError, place_of
 from exactly_once.writer.sink import Bad, Router, TableSink
 
-from .problems import one_line
+from .problems import CommandError, one_line
 from .sink_flows import Task
 from .sink_progress import CLEAR, LEFT_OUT_SECONDS, LIVE_SECONDS, Counts, LeftOut, Measurements, Progress, every
 from .sink_tables import NoColumns, check_without_table, prepare
@@ -127,8 +127,12 @@ def work(task: Task, report: Callable[[Counts], None] | None = None) -> None:
         if served is not None:
             from exactly_once.metrics.endpoints import Endpoints  # noqa: PLC0415 - a port is opened only when asked for
 
-            port = task.run.metrics_port or 0
-            stack.enter_context(Endpoints(consumer, port=port, host=task.run.metrics_host, render=served.render))
+            port, host = task.run.metrics_port or 0, task.run.metrics_host
+            try:
+                stack.enter_context(Endpoints(consumer, port=port, host=host, render=served.render))
+            except OSError as error:
+                what = f"--metrics-port {port} at --metrics-host {host}: {error.strerror or error}"
+                raise CommandError(f"{what}; say another one") from error
         consumer.subscribe(topics)
         # What is here now stays to the end; looking through it for garbage takes time from each unit.
         gc.collect()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Iterator
 from typing import Any
 
@@ -173,3 +174,16 @@ def test_headers_that_cannot_be_read_matter_only_where_a_column_is_filled_from_t
     if payload == "json":
         assert command("sink", *where, "--group-id", f"{source}-2").code == 0
         assert rows(db, source, "id") == [(1,), (2,), (2,)]
+
+
+def test_a_port_for_metrics_that_is_taken_is_named(
+    operate: Command, bootstrap_servers: str, source: str, db: Database
+) -> None:
+    """It was: Address already in use."""
+    db.execute(f"CREATE TABLE {source} (id int)")
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        options = ("--start", "earliest", "--until-end", "--metrics-port", port)
+        result = operate("sink", "--topic", source, "--table", source, *options)
+    assert result.code == 1
+    assert f"error: --metrics-port {port} at --metrics-host 127.0.0.1: Address already in use; say" in result.err

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from typing import Any
@@ -242,5 +243,4 @@ def test_messages_that_are_skipped_as_asked_for_are_counted(
     send(bootstrap_servers, source, [("0", change) for change in changes], 3)
     result = operate(*created(source, "--on-tombstone", "skip", *options))
     assert result.code == 0
-    said = "messages that where, where_not, on_tombstone and on_truncate leave out"
-    assert f"table {source}: {said}: {count}" in result.err
+    assert re.search(rf"table {source}: messages .*on_tombstone.*: {count}\b", result.err), result.err

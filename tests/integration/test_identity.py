@@ -76,7 +76,9 @@ def test_topic_recreated_while_stopped_is_refused(
     consume(make_consumer(), topic)
     before = stored(db, name)
     recreate(bootstrap_servers, topic, messages)
-    with pytest.raises(TopicRecreated, match=rf"topic id {re.escape(before[1])}.*has id .*adopt --topic {topic}"):
+    with pytest.raises(
+        TopicRecreated, match=rf"topic id {re.escape(before[1])}.*has id .*adopt --group-id \S+ --topic {topic}"
+    ):
         consume(make_consumer(), topic)
     assert stored(db, name) == before
 
