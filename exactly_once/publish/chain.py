@@ -180,7 +180,7 @@ class ChainFilter(MemoryFilter[Link, Pair]):
         self._on_full = on_full
         self._chains: dict[str, Intervals] = {}
         self._links: dict[str, Links] = {}
-        # Of chains with messages that were seen or are open: whether their numbers are ints. Of dense ones they all are.
+        # Of chains with messages that were seen or are open: whether their numbers are ints. Dense ones have no others.
         self._has_ints: dict[str, bool] = {}
         self._failed_open = 0
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections import Counter, deque
 from collections.abc import Hashable, Iterable, Sequence
 from itertools import repeat
@@ -90,7 +91,8 @@ class TopicPublisher:
         }
         # What the callers are to be told.
         self._to_tell: deque[tuple[Outcome, Batch, Sequence[int]]] = deque()
-        self._marking: threading.Thread | None = None
+        # The last one that told the filter's server.
+        self._marking = threading.Thread()
         self._mark_error: BaseException | None = None
         # Whether it was told that outcomes wait.
         self._is_waiting = False
@@ -332,17 +334,19 @@ class TopicPublisher:
             except BaseException as error:  # noqa: BLE001 - raised by who settles next
                 self._mark_error = error
 
+        deadline = time.monotonic() + seconds
         try:
             if not self.filter.is_remote:
                 self._mark()
-            elif any(self._due.values()) and (self._marking is None or not self._marking.is_alive()):
+            elif self._marking.is_alive():  # what came behind it is not among its own
+                self._marking.join(seconds)
+            if self.filter.is_remote and any(self._due.values()) and not self._marking.is_alive():
                 self._marking = threading.Thread(target=mark, name=f"marks of {self.topic}", daemon=True)
                 self._marking.start()
-            if self._marking is not None:
-                self._marking.join(seconds)
-                if self._marking.is_alive():
-                    said = "outcomes on %r wait for the filter's server, which has not answered for %g s"
-                    self._log_waiting(said, seconds)
+                self._marking.join(max(0.0, deadline - time.monotonic()))
+            if self._marking.is_alive():
+                said = "outcomes on %r wait for the filter's server, which has not answered for %g s"
+                self._log_waiting(said, seconds)
             error, self._mark_error = self._mark_error, None
             if error is not None:
                 raise error

@@ -359,7 +359,7 @@ def test_a_message_that_fails_behind_a_higher_one_is_new() -> None:
 
 
 def test_a_chain_with_messages_in_flight_is_not_dropped() -> None:
-    """Their confirmation would begin it anew, and a chain of the same name with other numbers could not be confirmed."""
+    """Their confirmation would begin it anew, and another one of its name could not be confirmed beside them."""
     made = ChainFilter()
     made.reserve(Link("c", 5, 4))
     with pytest.raises(ConfigurationError, match=r"chain 'c' has messages in flight.* Link\('c', 5\)"):

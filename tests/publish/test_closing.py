@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -22,6 +23,7 @@ from exactly_once.publish import (
     Undelivered,
     WindowFilter,
 )
+from tests.publish.test_interrupts import Telling
 from tests.publish.test_producer import NOWHERE, values
 from tests.support.topics import create_topic
 from tests.support.waiting import until
@@ -229,3 +231,30 @@ def test_what_the_client_tells_of_itself_is_no_message(monkeypatch: pytest.Monke
 
     monkeypatch.setattr(producer, "_settle_topic", settle_late)
     producer.close()
+
+
+def test_what_came_behind_a_slow_mark_is_marked_before_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Client and filter are stand-ins: of real ones nothing decides which report comes while a statement waits."""
+    goes_on = threading.Event()
+
+    class Slow(WindowFilter):
+        is_remote = True
+
+        def confirm_many(self, keys: Any) -> None:
+            assert goes_on.wait(30)
+            super().confirm_many(keys)
+
+    monkeypatch.setattr("exactly_once.publish.topic.MARK_SECONDS", 0.05)
+    monkeypatch.setattr(DedupProducer, "_connect", lambda _: Telling())
+    made = Slow(keys=10)
+    producer = DedupProducer(NOWHERE, dedup=made)
+    for n in range(2):
+        producer.produce("t", b"%d" % n, dedup_key=n).done()
+    for keeps in (1, 0):
+        monkeypatch.setattr(Telling, "keeps", keeps)
+        producer.poll(0)
+    timer = threading.Timer(1, goes_on.set)
+    timer.start()
+    producer.close(30)
+    timer.join()
+    assert made.reserve_many([0, 1]) == [State.DUPLICATE] * 2
