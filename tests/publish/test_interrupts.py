@@ -21,7 +21,6 @@ from exactly_once.publish import (
     ProducerRecord,
     SequenceFilter,
     State,
-    Transaction,
     TransactionalProducer,
     Undelivered,
     WindowFilter,
@@ -250,7 +249,6 @@ def test_a_transaction_that_is_interrupted_at_any_line_leaves_nothing_pending(
     with TransactionalProducer(settings, dedup=made) as producer:
         for line in itertools.count(1):
             numbers = range(2 * line, 2 * line + 2)
-            transaction: Transaction | None = None
             with (
                 contextlib.suppress(Interrupt),
                 interrupter.after(line, "transactional.py"),
