@@ -67,7 +67,7 @@ class TopicPublisher:
         # Batches in which there is something to settle.
         self.reported: list[Batch] = []
         # Messages of which an interrupt may have hidden whether the client took them, or what it reported.
-        self.doubts: list[tuple[Batch, Sequence[int]]] = []
+        self.doubts: dict[tuple[Batch, Sequence[int]], None] = {}
         # By identity: failures that nobody has looked at, and that no later call has made good.
         self.failed: dict[Hashable, Delivery] = {}
         # The one that takes messages that are given one by one.
@@ -154,7 +154,7 @@ class TopicPublisher:
     def hand_over_failed(self, batch: Batch, places: Sequence[int], error: BaseException) -> None:
         """Undo the reservations of messages behind an error of ``produce``; the first one may be in the queue."""
         if places and not isinstance(error, _REFUSALS):
-            self._doubt(batch, places[:1])
+            self._doubt(batch, (places[0],))
             places = places[1:]
         if places:
             self.undo(batch, places)
@@ -199,8 +199,7 @@ class TopicPublisher:
             for batch, places in unreported:
                 self._give_up(batch, places)
                 self._mark_and_tell(MARK_SECONDS)
-                if (batch, places) in self.doubts:  # another thread may have done the same
-                    self.doubts.remove((batch, places))
+                self.doubts.pop((batch, places), None)  # another thread may have done the same
 
     def conclude(self, batch: Batch, places: Sequence[int], verdict: Outcome, error: KafkaError | None) -> None:
         """Settle those without an outcome alike, whatever was reported: the transaction that they belong to is over."""
@@ -268,7 +267,7 @@ class TopicPublisher:
         """Take messages for unknown that have no outcome once the client has nothing more to report."""
         batch.is_watched = True
         self.reported.append(batch)
-        self.doubts.append((batch, places))
+        self.doubts[batch, places] = None  # once, however often a callback raises
 
     def _give_up(self, batch: Batch, places: Sequence[int]) -> int:
         """Take those of the messages for unknown that have no outcome; return how many they are."""

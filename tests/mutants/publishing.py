@@ -431,8 +431,8 @@ PUBLISHING = (
         (
             "interrupted-alone",
             "the reports beside a message in doubt wait for its own",
-            "        batch.is_watched = True\n        self.reported.append(batch)\n        self.doubts.append(",
-            "        self.doubts.append(",
+            "        batch.is_watched = True\n        self.reported.append(batch)\n        self.doubts[",
+            "        self.doubts[",
         ),
     ),
     *each(

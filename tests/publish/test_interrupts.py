@@ -209,6 +209,25 @@ def test_a_poll_that_is_interrupted_at_any_line_leaves_nothing_pending(
     assert line > 50
 
 
+def test_a_callback_of_the_application_that_raises_again_and_again_leaves_one_doubt(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class Raising(Telling):
+        def poll(self, seconds: float = 0) -> int:
+            raise ZeroDivisionError
+
+    monkeypatch.setattr(DedupProducer, "_connect", lambda _: Raising())
+    producer = DedupProducer(NOWHERE, dedup=WindowFilter(keys=10))
+    delivery = producer.produce("t", b"0", dedup_key=0)
+    for _ in range(5):
+        with pytest.raises(ZeroDivisionError):
+            producer.poll(0)
+    assert len(producer._topics["t"].doubts) == 1
+    monkeypatch.setattr(Raising, "poll", Telling.poll)
+    producer.close()
+    assert delivery.outcome is Outcome.DELIVERED
+
+
 def test_a_commit_that_is_interrupted_at_any_line_leaves_nothing_pending(bootstrap_servers: str, name: str) -> None:
     topic = create_topic(bootstrap_servers, 1, name=name)
     interrupter, sent = Between(), dict[int, Delivery]()
