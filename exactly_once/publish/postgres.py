@@ -151,6 +151,10 @@ class PostgresWindow(Filter[GivenKey]):
         wanted = sorted({self.form_of(key) for key in checked_all(keys)})
         return dict(self._store.run("publish_peek", scope=self.scope, keys=wanted)) if wanted else {}
 
+    def holds(self, key: Key) -> bool:
+        """Tell whether this process has reserved a key and not settled it."""
+        return self.form_of(key) in self._mine
+
     @staticmethod
     def form_of(key: Key) -> bytes:
         """Return the form of a key in the table."""
@@ -233,8 +237,9 @@ class PostgresWindow(Filter[GivenKey]):
                 self._run("publish_mark_unknown", settled)
             else:
                 held = settled & self._mine
-                self._run("publish_release", held, is_held=True)
+                # First: those that are held are not any more after theirs, and the whole may have to be repeated.
                 self._run("publish_release", settled - held, is_held=False)
+                self._run("publish_release", held, is_held=True)
 
     def _undo(self, forms: set[bytes]) -> None:
         """Release keys; where that cannot be done now, they are given to this process again, as after a lost answer."""

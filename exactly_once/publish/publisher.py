@@ -495,7 +495,7 @@ class Publisher:
             self._call_back()
 
     def _settle_topic(self, topic: TopicPublisher) -> None:
-        doubts = topic.doubts[:]
+        doubts = list(topic.doubts)
         topic.settle(doubts if doubts and not len(self._client) else ())
 
     def _call_back(self) -> None:

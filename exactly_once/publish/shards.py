@@ -65,6 +65,8 @@ class ShardedWindow(Filter[GivenKey]):
                     "decides where keys are"
                 )
         self.version = version
+        # Keys of a release that is under way, or that a shard did not take.
+        self._releasing: set[Key] = set()
         self.owners = tuple(window.owner for window in (*self._windows.values(), *self._previous.values()))
         names = "\0".join(sorted(windows)).encode()
         self._digest = blake2b(names, digest_size=16).digest()
@@ -141,8 +143,15 @@ class ShardedWindow(Filter[GivenKey]):
 
     def _settle(self, change: Change, keys: Iterable[GivenKey]) -> None:
         given = checked_all(keys)
+        # Where a release got through the last time, another process may have left doubts since, which this one would
+        # settle as somebody who has read the log.
+        again = self._releasing.intersection(given if change == "release" else ())
+        self._releasing.update(given if change == "release" else ())
         for name, places in self._by_shard(given, self._windows).items():
-            self._windows[name]._settle(change, [given[place] for place in places])  # noqa: SLF001 - of a Filter, too
+            window = self._windows[name]
+            mine = [given[n] for n in places if given[n] not in again or window.holds(given[n])]
+            window._settle(change, mine)  # noqa: SLF001 - of a Filter, too
+        self._releasing.difference_update(given)
 
     def _by_shard(self, keys: list[Key], windows: Mapping[str, PostgresWindow]) -> dict[str, list[int]]:
         places: dict[str, list[int]] = {}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections import Counter, deque
 from collections.abc import Hashable, Iterable, Sequence
 from itertools import repeat
@@ -66,7 +67,7 @@ class TopicPublisher:
         # Batches in which there is something to settle.
         self.reported: list[Batch] = []
         # Messages of which an interrupt may have hidden whether the client took them, or what it reported.
-        self.doubts: list[tuple[Batch, Sequence[int]]] = []
+        self.doubts: dict[tuple[Batch, Sequence[int]], None] = {}
         # By identity: failures that nobody has looked at, and that no later call has made good.
         self.failed: dict[Hashable, Delivery] = {}
         # The one that takes messages that are given one by one.
@@ -90,7 +91,8 @@ class TopicPublisher:
         }
         # What the callers are to be told.
         self._to_tell: deque[tuple[Outcome, Batch, Sequence[int]]] = deque()
-        self._marking: threading.Thread | None = None
+        # The last one that told the filter's server.
+        self._marking = threading.Thread()
         self._mark_error: BaseException | None = None
         # Whether it was told that outcomes wait.
         self._is_waiting = False
@@ -152,7 +154,7 @@ class TopicPublisher:
     def hand_over_failed(self, batch: Batch, places: Sequence[int], error: BaseException) -> None:
         """Undo the reservations of messages behind an error of ``produce``; the first one may be in the queue."""
         if places and not isinstance(error, _REFUSALS):
-            self._doubt(batch, places[:1])
+            self._doubt(batch, (places[0],))
             places = places[1:]
         if places:
             self.undo(batch, places)
@@ -197,8 +199,7 @@ class TopicPublisher:
             for batch, places in unreported:
                 self._give_up(batch, places)
                 self._mark_and_tell(MARK_SECONDS)
-                if (batch, places) in self.doubts:  # another thread may have done the same
-                    self.doubts.remove((batch, places))
+                self.doubts.pop((batch, places), None)  # another thread may have done the same
 
     def conclude(self, batch: Batch, places: Sequence[int], verdict: Outcome, error: KafkaError | None) -> None:
         """Settle those without an outcome alike, whatever was reported: the transaction that they belong to is over."""
@@ -266,7 +267,7 @@ class TopicPublisher:
         """Take messages for unknown that have no outcome once the client has nothing more to report."""
         batch.is_watched = True
         self.reported.append(batch)
-        self.doubts.append((batch, places))
+        self.doubts[batch, places] = None  # once, however often a callback raises
 
     def _give_up(self, batch: Batch, places: Sequence[int]) -> int:
         """Take those of the messages for unknown that have no outcome; return how many they are."""
@@ -332,17 +333,19 @@ class TopicPublisher:
             except BaseException as error:  # noqa: BLE001 - raised by who settles next
                 self._mark_error = error
 
+        deadline = time.monotonic() + seconds
         try:
             if not self.filter.is_remote:
                 self._mark()
-            elif any(self._due.values()) and (self._marking is None or not self._marking.is_alive()):
+            elif self._marking.is_alive():  # what came behind it is not among its own
+                self._marking.join(seconds)
+            if self.filter.is_remote and any(self._due.values()) and not self._marking.is_alive():
                 self._marking = threading.Thread(target=mark, name=f"marks of {self.topic}", daemon=True)
                 self._marking.start()
-            if self._marking is not None:
-                self._marking.join(seconds)
-                if self._marking.is_alive():
-                    said = "outcomes on %r wait for the filter's server, which has not answered for %g s"
-                    self._log_waiting(said, seconds)
+                self._marking.join(max(0.0, deadline - time.monotonic()))
+            if self._marking.is_alive():
+                said = "outcomes on %r wait for the filter's server, which has not answered for %g s"
+                self._log_waiting(said, seconds)
             error, self._mark_error = self._mark_error, None
             if error is not None:
                 raise error

@@ -132,23 +132,37 @@ class TransactionalProducer(Publisher):
             made.is_over = True
         try:
             with self._turn:
-                deadline = time.monotonic() + timeout_seconds
-                self._make_ready(deadline)
-                if not (to_send := self._reserve_all(made)):
-                    return
                 try:
-                    self._hand_over_all(to_send, deadline)
-                except BaseException as exception:
-                    conclude(to_send, Outcome.NOT_PERSISTED, _error_of(exception))
+                    self._publish(made, time.monotonic() + timeout_seconds)
+                except BaseException:
+                    self._end_interrupted()
                     raise
-                verdict, error = self._commit_all(to_send, deadline)
-                conclude(to_send, verdict, error)
-                if verdict is not Outcome.DELIVERED and error is not None:
-                    said = f"the transaction is {verdict.value}"
-                    problem = self._fenced(said) if self._is_fenced else FAILURES[verdict][1](f"{said}: {error.str()}")
-                    raise problem from KafkaException(error)
         finally:
             self._settle()  # outside of the lock: a callback may publish, too
+
+    def _publish(self, made: Transaction, deadline: float) -> None:
+        self._make_ready(deadline)
+        if not (to_send := self._reserve_all(made)):
+            return
+        try:
+            self._hand_over_all(to_send, deadline)
+        except BaseException as exception:
+            conclude(to_send, Outcome.NOT_PERSISTED, _error_of(exception))
+            raise
+        verdict, error = self._commit_all(to_send, deadline)
+        conclude(to_send, verdict, error)
+        if verdict is not Outcome.DELIVERED and error is not None:
+            said = f"the transaction is {verdict.value}"
+            problem = self._fenced(said) if self._is_fenced else FAILURES[verdict][1](f"{said}: {error.str()}")
+            raise problem from KafkaException(error)
+
+    def _end_interrupted(self) -> None:
+        """Take for unknown what an interruption has left: nobody else publishes now."""
+        batches = [batch for topic in self._topics.values() for batch in set(topic.in_flight.values())]
+        left = [(batch, range(len(batch.identities))) for batch in batches]
+        if any(batch.outcome(place) is Outcome.PENDING for batch, places in left for place in places):
+            self._is_usable = False  # a transaction may be open
+            conclude(left, Outcome.UNKNOWN, None)
 
     def close(self, timeout_seconds: float = _SECONDS) -> None:
         """Let the transaction that is being published end, then close."""

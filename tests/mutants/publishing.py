@@ -378,6 +378,18 @@ PUBLISHING = (
             "        return\n",
         ),
         (
+            "shard-unknown",
+            "a key that was confirmed where another map had it is sent again: doubles",
+            "if state in (NEW, UNKNOWN)]\n        found",
+            "if state is NEW]\n        found",
+        ),
+        (
+            "shard-releases",
+            "a repeated release settles another process's doubt: doubles",
+            "if given[n] not in again or window.holds(given[n])]",
+            "]",
+        ),
+        (
             "shard-undone",
             "a batch that one shard refuses stays reserved in the others",
             "            for window, keys_of_it in done:\n                window.undo_many(keys_of_it)\n",
@@ -419,8 +431,8 @@ PUBLISHING = (
         (
             "interrupted-alone",
             "the reports beside a message in doubt wait for its own",
-            "        batch.is_watched = True\n        self.reported.append(batch)\n        self.doubts.append(",
-            "        self.doubts.append(",
+            "        batch.is_watched = True\n        self.reported.append(batch)\n        self.doubts[",
+            "        self.doubts[",
         ),
     ),
     *each(
@@ -439,6 +451,35 @@ PUBLISHING = (
             "topic.settle()",
         ),
     ),
+    # What an interrupt leaves at any other line.
+    *each(
+        "exactly_once/publish/topic.py",
+        ("tests/publish/test_interrupts.py::test_a_poll_that_is_interrupted_at_any_line_leaves_nothing_pending",),
+        (
+            "interrupted-told",
+            "what a message was to be told is forgotten behind an interrupt",
+            "if not (self.reported or self._to_tell or any",
+            "if not (self.reported or any",
+        ),
+        (
+            "interrupted-match",
+            "reports that an interrupt has left are taken for settled",
+            "                    self._take(_DELIVERED, batch, rest)\n                    batch.told = None\n",
+            "                    batch.told = None\n                    self._take(_DELIVERED, batch, rest)\n",
+        ),
+    ),
+    *each(
+        "exactly_once/publish/transactional.py",
+        (
+            "tests/publish/test_interrupts.py::test_a_transaction_that_is_interrupted_at_any_line_leaves_nothing_pending",
+        ),
+        (
+            "interrupted-transaction",
+            "messages of a transaction that was interrupted are in flight for ever",
+            "                    self._end_interrupted()\n",
+            "                    pass\n",
+        ),
+    ),
     # The end of a producer.
     *each(
         "exactly_once/publish/publisher.py",
@@ -453,6 +494,18 @@ PUBLISHING = (
             "close-others-open",
             "the client of numbered messages stays open",
             "            self._close_others()\n",
+            "            pass\n",
+        ),
+        (
+            "close-opened",
+            "a topic that another thread opens meanwhile stays open",
+            "if self._closed:  # meanwhile",
+            "if False:  # meanwhile",
+        ),
+        (
+            "close-spins",
+            "who waits for a message while another thread closes spins",
+            "            self._ended.wait(seconds)\n",
             "            pass\n",
         ),
         (

@@ -14,7 +14,17 @@ from typing import Any
 import pytest
 from confluent_kafka import Producer
 
-from exactly_once.publish import DedupProducer, Delivery, Outcome, SequenceFilter, State, Undelivered, WindowFilter
+from exactly_once.publish import (
+    DedupProducer,
+    Delivery,
+    Outcome,
+    ProducerRecord,
+    SequenceFilter,
+    State,
+    TransactionalProducer,
+    Undelivered,
+    WindowFilter,
+)
 from tests.publish.test_producer import NOWHERE, values
 from tests.publish.test_random_failures import REFUSED, TIMED_OUT, Report
 from tests.support.interrupts import Interrupt, Interrupter
@@ -199,6 +209,25 @@ def test_a_poll_that_is_interrupted_at_any_line_leaves_nothing_pending(
     assert line > 50
 
 
+def test_a_callback_of_the_application_that_raises_again_and_again_leaves_one_doubt(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class Raising(Telling):
+        def poll(self, seconds: float = 0) -> int:
+            raise ZeroDivisionError
+
+    monkeypatch.setattr(DedupProducer, "_connect", lambda _: Raising())
+    producer = DedupProducer(NOWHERE, dedup=WindowFilter(keys=10))
+    delivery = producer.produce("t", b"0", dedup_key=0)
+    for _ in range(5):
+        with pytest.raises(ZeroDivisionError):
+            producer.poll(0)
+    assert len(producer._topics["t"].doubts) == 1
+    monkeypatch.setattr(Raising, "poll", Telling.poll)
+    producer.close()
+    assert delivery.outcome is Outcome.DELIVERED
+
+
 def test_a_commit_that_is_interrupted_at_any_line_leaves_nothing_pending(bootstrap_servers: str, name: str) -> None:
     topic = create_topic(bootstrap_servers, 1, name=name)
     interrupter, sent = Between(), dict[int, Delivery]()
@@ -228,3 +257,31 @@ def test_a_commit_that_is_interrupted_at_any_line_leaves_nothing_pending(bootstr
         assert (b"%d" % number in found) is (delivery.outcome is Outcome.DELIVERED) or (
             delivery.outcome is Outcome.UNKNOWN
         )
+
+
+def test_a_transaction_that_is_interrupted_at_any_line_leaves_nothing_pending(
+    bootstrap_servers: str, name: str
+) -> None:
+    topic, made = create_topic(bootstrap_servers, 1, name=name), WindowFilter(keys=10_000)
+    interrupter, sent = Between(), dict[int, State]()
+    settings = {"bootstrap.servers": bootstrap_servers, "transactional.id": name}
+    with TransactionalProducer(settings, dedup=made) as producer:
+        for line in itertools.count(1):
+            numbers = range(2 * line, 2 * line + 2)
+            with (
+                contextlib.suppress(Interrupt),
+                interrupter.after(line, "transactional.py"),
+                producer.transaction() as transaction,
+            ):
+                transaction.messages += [(topic, ProducerRecord(b"%d" % n, dedup_key=n)) for n in numbers]
+            if interrupter.left:
+                break
+            assert made.stats().in_flight == 0, interrupter.where[-1]
+            states = made.reserve_many(numbers)
+            made.release_many(numbers)  # what was unknown is so again
+            sent |= zip(numbers, states, strict=True)
+    assert line > 50
+    found = values(bootstrap_servers, topic)
+    assert set(found.values()) == {1}
+    for number, state in sent.items():
+        assert state is State.UNKNOWN or (b"%d" % number in found) is (state is State.DUPLICATE)

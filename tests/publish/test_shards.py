@@ -262,3 +262,25 @@ def test_shards_that_go_away_together_leave_nothing_reserved(shard: MakeShard, c
                 reserving.result(60)
         proxy.heal()
         assert made.reserve_many(keys) == [NEW] * 20
+
+
+def test_a_release_that_is_tried_again_takes_nothing_from_another_process(shard: MakeShard, conninfo: str) -> None:
+    """One shard was away: in the other one it got through the first time, and another process may have sent the key."""
+    keys = sorted(KEYS[:20], key=lambda key: shard_of(encoded(key), "ab"))
+    there, away = keys[0], keys[-1]
+    with PostgresProxy(conninfo) as proxy:
+        made = ShardedWindow({"a": shard("a"), "b": shard("b", proxy.conninfo)}, version=1)
+        other = ShardedWindow({"a": shard("a"), "b": shard("b")}, version=1)
+        assert made.reserve_many([there, away]) == [NEW, NEW]
+        proxy.refuse()
+        proxy.cut_all()
+        with pytest.raises(FilterUnavailable):
+            made.release_many([there, away])
+        assert other.reserve(there) is NEW
+        other.mark_unknown(there)
+        proxy.heal()
+        made.release_many([there, away])
+        assert other.reserve_many([there, away]) == [UNKNOWN, NEW]
+        other.mark_unknown(there)
+        made.release(there)  # by somebody who has read the log
+        assert other.reserve(there) is NEW
