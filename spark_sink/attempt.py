@@ -53,6 +53,8 @@ logger = logging.getLogger(__name__)
 
 # The column that is 1 in the end mark, and nowhere else.
 END = f"{RESERVED}end"
+# By which rows are sorted that one message has.
+NUMBER = f"{RESERVED}number"
 # The schema of what a task returns.
 REPORT = "report string"
 ROWS, BYTES = 100_000, 16 * 1024 * 1024
@@ -399,11 +401,15 @@ def to_one_task(frame: DataFrame, *, order: Sequence[str]) -> DataFrame:
     """Bring all rows to one task, in this order, the end mark behind them."""
     from pyspark.sql import functions as F  # noqa: N812, PLC0415 - executors do without
 
-    rows = frame.withColumn(END, F.lit(0)).repartition(1)
+    rows = frame.withColumn(END, F.lit(0))
+    if order:
+        # Rows that an explode makes of a message stay in their order: a sort that spills keeps none among equals.
+        numbered = rows.withColumn(NUMBER, F.monotonically_increasing_id()).repartition(1)
+        rows = numbered.sortWithinPartitions(*order, NUMBER).drop(NUMBER)
     nothing = [F.lit(None).cast(f.dataType).alias(f.name) for f in frame.schema.fields]
     mark = frame.sparkSession.range(0, 1, 1, 1).select(*nothing, F.lit(1).alias(END))
     # One after the other in one task; a sort with the mark as its last row would hold up all of them.
-    return (rows.sortWithinPartitions(*order) if order else rows).union(mark).coalesce(1)
+    return (rows if order else rows.repartition(1)).union(mark).coalesce(1)
 
 
 def to_tasks(frame: DataFrame, partitions: Sequence[Partition]) -> DataFrame:
