@@ -5,6 +5,7 @@ The ledger is a stand-in: with a real one each edge costs a log whose beginning 
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,6 +21,7 @@ class Rows:
     """A ledger that notes what it was told to correct, and does it if the row is still ours."""
 
     group_id = "g"
+    session = SimpleNamespace(schema="exactly_once")
 
     def __init__(self, *, ours: bool) -> None:
         self.ours = ours
