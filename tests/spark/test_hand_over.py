@@ -48,7 +48,7 @@ def test_consumer_to_spark_and_back_leaves_no_gap_and_no_duplicate(
 
     # The consumer lives and owns: Spark is refused, and told what to do.
     scene.produce(40)
-    with pytest.raises(Exception, match=r"OwnedByConsumer(.|\n)*exactly-once hand-over --to spark"):
+    with pytest.raises(Exception, match=r"OwnedByConsumer(.|\n)*exactly-once hand-over --group-id \S+ --to spark"):
         scene.run()
     assert hand_over("spark")["starting_offsets"] is None
     first.close()
@@ -60,7 +60,7 @@ def test_consumer_to_spark_and_back_leaves_no_gap_and_no_duplicate(
 
     # The query ended as if killed, without a release: the consumer is refused until somebody has decided.
     scene.produce(60)
-    with consumer() as refused, pytest.raises(OwnedBySpark, match="exactly-once hand-over --to consumer"):
+    with consumer() as refused, pytest.raises(OwnedBySpark, match=r"hand-over --group-id \S+ --to consumer"):
         consume(refused, counts=False)
     assert all(p["in_the_way"] for p in hand_over("consumer", "--execute")["partitions"])
     second = consumer()
