@@ -13,7 +13,7 @@ from functools import partial
 from hashlib import blake2b
 from itertools import repeat
 from pathlib import Path
-from typing import Any, NamedTuple, Self, cast
+from typing import Any, Literal, NamedTuple, Self, cast
 from uuid import uuid4
 
 from confluent_kafka import KafkaError, KafkaException, Producer
@@ -260,7 +260,7 @@ class Publisher:
         if self._closed:
             return 0
         self.hurry(only_if_due=True)
-        served = self._serve(self._client.poll, timeout_seconds)
+        served = self._serve("poll", timeout_seconds)
         self._settle()
         return served
 
@@ -279,7 +279,7 @@ class Publisher:
         if self._closed:
             return 0
         self.hurry()
-        left = self._serve(self._client.flush, timeout_seconds)
+        left = self._serve("flush", timeout_seconds)
         self._settle()
         if (failed := self._failures(all_of_them=False)) is not None:
             raise failed
@@ -479,10 +479,11 @@ class Publisher:
                 if time.monotonic() > deadline:
                     raise
 
-    def _serve(self, serve: Callable[[float], int], seconds: float) -> int:
-        """Have the client report what it has."""
+    def _serve(self, command: Literal["poll", "flush"], seconds: float) -> int:
+        """Have the client report what it has; the traceback of an error must not keep it alive."""
         try:
-            return serve(seconds)
+            served: int = getattr(self._client, command)(seconds)
+            return served
         except BaseException:
             for topic in self._topics.values():
                 topic.serving_failed()
