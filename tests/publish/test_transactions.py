@@ -30,7 +30,6 @@ from exactly_once.publish import (
     TopicTakeOver,
     Transaction,
     TransactionalProducer,
-    Undelivered,
     WindowFilter,
 )
 from exactly_once.publish.delivery import Batch
