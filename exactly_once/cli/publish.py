@@ -58,8 +58,9 @@ def run(args: argparse.Namespace) -> int:
     window = found.pop("window")
     seconds = "not agreed yet" if window["seconds"] is None else f"{window['seconds']:g} s"
     output.print_lines(f"window: {seconds}; the younger generation is {window['generation_seconds']:.0f} s old")
-    for owner in found["owners"]:  # as the table has no room for the time itself
+    for owner in found["owners"]:  # as the table has no room for the time itself, nor for long names
         del owner["started_at"]
+        owner["transactions"], owner["lease_s"] = owner.pop("transactional_id"), owner.pop("lease_seconds")
         owner["started"] = output.ago(owner.pop("started_seconds_ago"))
     for part, rows in found.items():
         print(f"\n{part}: {'' if rows else 'none'}".rstrip())
