@@ -142,8 +142,9 @@ class StaleBackendTerminator:
             except Exception as error:  # noqa: BLE001 - connect= may be the application's; and the thread must go on
                 self._discard()
                 if watched is not None:
-                    watched.next_sign = 0.0  # the sign went with the connection
-                if not self._has_failed:
+                    watched.next_sign = watched.next_look = 0.0  # the sign went with the connection
+                # Between two looks the server may have ended the session for idling: the next turn opens another.
+                if not self._has_failed and not isinstance(error, psycopg.errors.IdleSessionTimeout):
                     self._has_failed = True
                     # The transaction that waits may see the same trouble, but on a full server it does not.
                     logger.warning(
