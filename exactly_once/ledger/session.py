@@ -154,9 +154,22 @@ def hiding(connect: Callable[[], Connection]) -> Callable[[], Connection]:
     @functools.wraps(connect)
     def hidden() -> Connection:
         nonlocal last
+        made: object = None
         try:
-            made: object = connect()
-        except Exception as error:
+            made = connect()
+            given = psycopg_connection(made, "connect= gave")
+            if given.closed and last is not None and last() is given:
+                raise ConfigurationError(
+                    "connect= gave the same connection again, which is closed: it must open a new one at each call"
+                )
+            last = weakref.ref(given)
+            _notice_silence(given)
+            return given
+        except BaseException as error:
+            if isinstance(made, psycopg.Connection):  # the error is ours, or an interrupt's
+                dispose(made)
+            if not isinstance(error, Exception):
+                raise
             # A framework's engine raises errors of its own for a server that is away. What was being handled when this
             # was called is no cause.
             driver: BaseException | None = error
@@ -169,14 +182,6 @@ def hiding(connect: Callable[[], Connection]) -> Callable[[], Connection]:
             if driver is error and text == str(error):
                 raise
             raise type(driver)(text) from None
-        given = psycopg_connection(made, "connect= gave")
-        if given.closed and last is not None and last() is given:
-            raise ConfigurationError(
-                "connect= gave the same connection again, which is closed: it must open a new one at each call"
-            )
-        last = weakref.ref(given)
-        _notice_silence(given)
-        return given
 
     return hidden
 
@@ -260,6 +265,7 @@ class Session:
         # Of short changes of the ledger, which the server itself ends if their process freezes.
         self._tag = sql.Literal(tag_of(self.instance, schema, None))
         self._connection: Connection | None = None
+        self._is_prepared = False  # for our statements
         self._closed = False
         # Whether a statement without a BEGIN sees what others have committed while it waited; the role may differ.
         self.is_read_committed = True
@@ -277,9 +283,9 @@ class Session:
         """
         if self._closed:
             raise psycopg.OperationalError("this consumer is closed")
-        if self.lost:
+        if self.lost or not self._is_prepared:  # an interrupt may have come between the two
             self.discard()
-            connection = self.connect()
+            connection = self._connection = self.connect()
             with contextlib.suppress(ValueError):  # a pool gives the same connection again
                 connection.remove_notice_handler(_tell_unconfirmed)
             connection.add_notice_handler(_tell_unconfirmed)
@@ -293,9 +299,9 @@ class Session:
                 (isolation,) = last_row(execute(connection, self.schema, "answer"))
                 self.is_read_committed = isolation == "read committed"
             except BaseException:
-                dispose(connection)
+                self.discard()
                 raise
-            self._connection = connection
+            self._is_prepared = True
         assert self._connection is not None
         if not self._connection.autocommit and self._connection.pgconn.transaction_status == TransactionStatus.IDLE:
             take_back(self._connection)  # an interruption may have left it lent
@@ -313,7 +319,7 @@ class Session:
             take_back(self._connection)
             with contextlib.suppress(psycopg.Error):
                 dispose(self._connection)
-        self._connection = None
+        self._connection, self._is_prepared = None, False
 
     def after_a_pause(self, execute: Callable[[Connection], T]) -> tuple[Connection, T]:
         """Execute what begins something, and return the connection too: another one where ours was ended for idling.
@@ -553,12 +559,13 @@ def dispose(connection: Connection) -> None:
     pool = getattr(connection, "_pool", None)  # psycopg_pool's, which is no dependency
     if pool is not None:
         connection._pool = None  # noqa: SLF001 - else close() may only give it back, as it is
-    # To close it under a thread of the handler's that is inside of libpq would crash the process.
-    is_free = connection.lock.acquire(blocking=False)
-    if not is_free:
-        _cut(connection)
-        is_free = connection.lock.acquire(timeout=_LET_GO_SECONDS)  # not where an interrupt has left it locked
+    is_free = False
     try:
+        # To close it under a thread of the handler's that is inside of libpq would crash the process.
+        is_free = connection.lock.acquire(blocking=False)
+        if not is_free:
+            _cut(connection)
+            is_free = connection.lock.acquire(timeout=_LET_GO_SECONDS)  # not where an interrupt has left it locked
         connection.close()
     finally:
         if is_free:

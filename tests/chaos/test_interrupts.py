@@ -17,12 +17,14 @@ import pytest
 from exactly_once import ExactlyOnceConsumer, Redelivered, Unit, UnitNotFinished
 from tests.conftest import MakeConsumer
 from tests.support import journal
-from tests.support.interrupts import Interrupt, Interrupter
+from tests.support.interrupts import SOCKET, Interrupt, Interrupter
 from tests.support.seeds import seeds
 from tests.support.topics import create_topic, produce
 from tests.support.worker import drain, ensure_journal, record
 
 BATCH = 24
+pytestmark = pytest.mark.filterwarnings(SOCKET)
+
 INTERRUPTS = int(os.environ.get("EXACTLY_ONCE_INTERRUPTS", "40"))
 
 

@@ -5,10 +5,13 @@ No signal can be timed so, so the exception is raised where it would come, or wh
 
 from __future__ import annotations
 
+import gc
 import signal
 import threading
 import time
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import closing
 from typing import Any
 from uuid import uuid4
 
@@ -27,7 +30,7 @@ from exactly_once.ledger.session import Session, connector
 from exactly_once.ledger.transaction import UnitOfWork
 from tests.integration.conftest import MakeScene
 from tests.integration.scene import Scene
-from tests.support.interrupts import Interrupt
+from tests.support.interrupts import SOCKET, Interrupt, Interrupter
 from tests.support.waiting import until
 from tests.support.worker import record
 
@@ -225,3 +228,56 @@ def test_a_handler_that_is_not_pythons_own_does_not_hide_how_the_loop_ended(monk
         monkeypatch.undo()
         for number, handler in own.items():
             signal.signal(number, handler)
+
+
+def interrupt_each_line_of(act: Callable[[], object]) -> Iterator[str]:
+    """Do it again and again, each time interrupted one line later, until it gets through."""
+    interrupter = Interrupter()
+    for number in range(1, 1000):
+        try:
+            with interrupter.after(number, "session.py"):
+                act()
+        except Interrupt:
+            yield interrupter.where[-1]
+        else:
+            return
+
+
+@pytest.mark.filterwarnings(SOCKET)
+def test_a_connection_that_an_interrupt_keeps_from_its_session_is_closed(conninfo: str) -> None:
+    opened: list[weakref.ref[psycopg.Connection[Any]]] = []
+
+    def connect() -> psycopg.Connection[Any]:
+        made = psycopg.connect(conninfo)
+        opened.append(weakref.ref(made))
+        return made
+
+    session = Session(connect, schema="exactly_once")
+
+    def open_anew() -> None:
+        session.discard()
+        assert session.connection.autocommit
+
+    for _ in interrupt_each_line_of(open_anew):
+        assert session.connection.autocommit
+        assert session.connection.isolation_level is not None
+    assert len(opened) > 10
+    gc.collect()
+    left = [connection for ref in opened if (connection := ref()) is not None and not connection.closed]
+    assert left == [session.connection]
+    session.close()
+
+
+def test_a_session_goes_on_wherever_its_end_of_a_connection_was_interrupted(conninfo: str) -> None:
+    session = Session(connector(conninfo), schema="exactly_once")
+
+    def discard() -> None:
+        session.connection.execute("BEGIN")
+        session.discard()
+
+    with closing(session):
+        for where in interrupt_each_line_of(discard):
+            with session.cut_after(20):  # rather than for ever
+                session.roll_back()
+                (status,) = session.connection.execute("SELECT 1").fetchone() or (None,)
+            assert status == 1, where

@@ -11,6 +11,8 @@ from typing import Any
 
 import exactly_once
 
+# A mark's filter: between the body of a `with` and its end, an interrupt leaves a socket to the garbage collector.
+SOCKET = "ignore:Exception ignored in. <socket:pytest.PytestUnraisableExceptionWarning"
 LIBRARY = str(Path(exactly_once.__file__).parent)
 
 
