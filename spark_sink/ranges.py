@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import shlex
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from functools import reduce
@@ -14,6 +13,7 @@ import pyarrow.compute as pc  # type: ignore[import-untyped]
 
 from exactly_once._model import Partition
 from exactly_once.errors import TopicRecreated
+from exactly_once.ledger.commands import DEFAULT_SCHEMA, command
 from exactly_once.writer import BadRow
 
 from .errors import FrameError, LedgerBehindCheckpoint, QueryChanged, RowsOutOfOrder
@@ -77,7 +77,7 @@ def gone_back(partition: Partition, known: int, end: int, *, group_id: str) -> T
     return TopicRecreated(
         f"{partition} of group {group_id!r}: Spark's offsets go back from {known} to {end}, so the topic was deleted "
         "and made again. To read the new one start with a new checkpoint, after: "
-        f"exactly-once adopt --group-id {shlex.quote(group_id)} --topic {partition.topic}"
+        + command("adopt", group_id, DEFAULT_SCHEMA, "--topic", partition.topic)
     )
 
 
@@ -92,10 +92,10 @@ def behind(
     if partition.counts_batches:
         if at_start:
             way = (
-                "Where nothing of the batches between is missing in the table: exactly-once reset --group-id "
-                f"{shlex.quote(group_id)} --to-batch {known - 1}. Else start with a new checkpoint: with "
-                "startingOffsets from the ledger; or, where it counts only batches, with another group_id and an "
-                "empty table"
+                "Where nothing of the batches between is missing in the table: "
+                + command("reset", group_id, DEFAULT_SCHEMA, "--to-batch", known - 1)
+                + ". Else start with a new checkpoint: with startingOffsets from the ledger; or, where it counts only "
+                "batches, with another group_id and an empty table"
             )
         return LedgerBehindCheckpoint(
             f"group {group_id!r}: the ledger has counted batch {(next_offset or 0) - 1}, Spark goes on with batch "
@@ -117,14 +117,9 @@ def resets(offsets: Mapping[Partition, int], existing: Set[Partition], *, group_
     """Return the commands that move the rows of partitions; ``existing`` has those that are there of their topics."""
     # Where a topic has no row at all, reset makes those of all its partitions together.
     absent = sorted({p.topic for p in offsets} - {p.topic for p in existing})
-    ways = [f"--topic {topic} --to-earliest" for topic in absent]
-    ways += [f"--topic {p.topic} --partition {p.number} --to-offset {offset}" for p, offset in sorted(offsets.items())]
-    return "; ".join(f"{reset_command(group_id)} {way}" for way in ways)
-
-
-def reset_command(group_id: str) -> str:
-    """Return how the command begins that moves rows of a group."""
-    return f"exactly-once reset --group-id {shlex.quote(group_id)}"
+    ways: list[tuple[object, ...]] = [("--topic", topic, "--to-earliest") for topic in absent]
+    ways += [("--topic", p.topic, "--partition", p.number, "--to-offset", o) for p, o in sorted(offsets.items())]
+    return "; ".join(command("reset", group_id, DEFAULT_SCHEMA, *way) for way in ways)
 
 
 def not_written(
@@ -143,7 +138,7 @@ def not_written(
     commands = resets(short, existing, group_id=group_id)
     if any(partition.counts_batches for partition in short):
         ways = "empty the table and start the query with a new checkpoint and another group_id"
-        commands = f"{reset_command(group_id)} --to-batch {batch_id - 1}"
+        commands = command("reset", group_id, DEFAULT_SCHEMA, "--to-batch", batch_id - 1)
     return LedgerBehindCheckpoint(
         f"group {group_id!r}: batch {failure.batch_id} failed and was not written since, and Spark goes on with batch "
         f"{batch_id}: the function that foreachBatch was given has caught the error, or it has not called the sink "
