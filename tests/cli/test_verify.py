@@ -217,7 +217,8 @@ ELSEWHERE = WITHOUT_COMMITS.replace("psycopg.connect(conninfo,", "psycopg.connec
     ("program", "patience", "reason"),
     [
         (IDLE, "5", "no message took effect within 5 s, without a fault"),
-        (FAILING, "60", "the pipeline failed 6 times before any message took effect"),
+        # Two processes: the sixth and the seventh end may be found in one look.
+        (FAILING, "60", "the pipeline failed [67] times before any message took effect"),
     ],
 )
 @pytest.mark.usefixtures("copy")
@@ -239,7 +240,7 @@ def test_faults_do_not_begin_before_the_pipeline_works(
         *("--start", f"{shlex.quote(sys.executable)} {tmp_path / 'pipeline.py'}", "--messages", "20"),
     )
     assert result.code == 3
-    assert reason in result.err
+    assert re.search(reason, result.err)
     assert ("there is no such broker" in result.out) == (program is FAILING)
     assert "published" not in result.out  # what each fault is logged with
 
