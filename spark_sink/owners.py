@@ -78,19 +78,19 @@ class Owners:
         :raises LedgerBehindCheckpoint: when the ledger does not know what the checkpoint has read.
         """
         if new := {r.partition: r for r in ranges if r.partition not in self.held}:
-            group_id = self._ledger.group_id
+            group_id, schema = self._ledger.group_id, self._ledger.session.schema
             existing, ever_existed = self._ledger.known({p.topic for p in new})
             missing = {p: r for p, r in new.items() if p not in existing}
             for partition, given in missing.items():
                 if partition in ever_existed:
-                    raise row_missing(group_id, self._ledger.session.schema, partition)
+                    raise row_missing(group_id, schema, partition)
                 if batch_id > 0 and given.start is not None:
                     starts = {p: r.start for p, r in missing.items() if r.start is not None}
                     raise LedgerBehindCheckpoint(
                         f"the ledger has no row of {partition} for group {group_id!r}, and the checkpoint is at batch "
                         f"{batch_id}, offset {given.start}: the database was set back, this is another one, or the "
                         "query has not written through this sink before. Start with a new checkpoint, or say what was "
-                        f"written: {resets(starts, existing, group_id=group_id)}"
+                        f"written: {resets(starts, existing, group_id=group_id, schema=schema)}"
                     )
             if self.starter is not None:
                 self.starter.require(list(new))
@@ -129,7 +129,9 @@ class Owners:
         returned = {r.partition: r.end for r in ranges if r.start is None and r.partition in written}
         for partition, end in returned.items():
             if end < written[partition]:
-                raise gone_back(partition, written[partition], end, group_id=self._ledger.group_id)
+                ledger = self._ledger
+                known, schema = written[partition], ledger.session.schema
+                raise gone_back(partition, known, end, group_id=ledger.group_id, schema=schema)
         if returned and self.starter is not None:
             self.starter.require(list(returned))
             for row in self._ledger.read(sorted(returned)):
@@ -234,6 +236,7 @@ def checked_rows(ledger: Ledger, held: Sequence[Advance]) -> dict[Partition, Row
     :raises LedgerBehindCheckpoint: when one is below where the driver had found it. Token and epoch survive a failover.
     :raises PartitionHalted: when an attempt has found that ``in_transaction`` commits by itself.
     """
+    schema = ledger.session.schema
     rows = {row.partition: row for row in ledger.read(sorted(each.partition for each in held))}
     for each in held:
         row = rows.get(each.partition)
@@ -241,9 +244,9 @@ def checked_rows(ledger: Ledger, held: Sequence[Advance]) -> dict[Partition, Row
             _refuse_halted(ledger, row)
         verdict = check(row, Grant(each.token, each.epoch), each.expected, each.topic_id)
         if row is None:
-            raise row_missing(ledger.group_id, ledger.session.schema, each.partition)
+            raise row_missing(ledger.group_id, schema, each.partition)
         if verdict is Conflict.REWOUND:
-            raise behind(each.partition, row.next_offset, each.expected, group_id=ledger.group_id)
+            raise behind(each.partition, row.next_offset, each.expected, group_id=ledger.group_id, schema=schema)
         if verdict not in (Conflict.OK, Conflict.AHEAD):
             owner = f"{row.owner_kind} {row.owner_name or row.owner_instance}" if row.owner_token else "an operator"
             raise Fenced(

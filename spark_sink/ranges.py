@@ -13,7 +13,7 @@ import pyarrow.compute as pc  # type: ignore[import-untyped]
 
 from exactly_once._model import Partition
 from exactly_once.errors import TopicRecreated
-from exactly_once.ledger.commands import DEFAULT_SCHEMA, command
+from exactly_once.ledger.commands import command
 from exactly_once.writer import BadRow
 
 from .errors import FrameError, LedgerBehindCheckpoint, QueryChanged, RowsOutOfOrder
@@ -58,31 +58,39 @@ def one_batch(row: Partition, batch_id: int) -> list[Range]:
     return [Range(partition=row, start=batch_id, end=batch_id + 1)]
 
 
-def remaining(ranges: Iterable[Range], next_offsets: Mapping[Partition, int], *, group_id: str) -> list[Range]:
+def remaining(
+    ranges: Iterable[Range], next_offsets: Mapping[Partition, int], *, group_id: str, schema: str
+) -> list[Range]:
     """Return what is still to be written, from where the ledger stands; what it has up to the end is left out."""
     todo = []
     for given in sorted(ranges, key=lambda r: r.partition):
         next_offset = next_offsets[given.partition]
         if given.end < given.first:
-            raise gone_back(given.partition, given.first, given.end, group_id=group_id)
+            raise gone_back(given.partition, given.first, given.end, group_id=group_id, schema=schema)
         if given.start is not None and next_offset < given.start:
-            raise behind(given.partition, next_offset, given.start, group_id=group_id, at_start=True)
+            raise behind(given.partition, next_offset, given.start, group_id=group_id, schema=schema, at_start=True)
         if next_offset < given.end:
             todo.append(replace(given, start=next_offset))
     return todo
 
 
-def gone_back(partition: Partition, known: int, end: int, *, group_id: str) -> TopicRecreated:
+def gone_back(partition: Partition, known: int, end: int, *, group_id: str, schema: str) -> TopicRecreated:
     """Describe a partition whose log ends below what was read of it."""
     return TopicRecreated(
         f"{partition} of group {group_id!r}: Spark's offsets go back from {known} to {end}, so the topic was deleted "
         "and made again. To read the new one start with a new checkpoint, after: "
-        + command("adopt", group_id, DEFAULT_SCHEMA, "--topic", partition.topic)
+        + command("adopt", group_id, schema, "--topic", partition.topic)
     )
 
 
 def behind(
-    partition: Partition, next_offset: int | None, known: int, *, group_id: str, at_start: bool = False
+    partition: Partition,
+    next_offset: int | None,
+    known: int,
+    *,
+    group_id: str,
+    schema: str,
+    at_start: bool = False,
 ) -> LedgerBehindCheckpoint:
     """Describe a row that is below where it is known to have stood; ``at_start`` of a batch with the ways out."""
     way = (
@@ -93,7 +101,7 @@ def behind(
         if at_start:
             way = (
                 "Where nothing of the batches between is missing in the table: "
-                + command("reset", group_id, DEFAULT_SCHEMA, "--to-batch", known - 1)
+                + command("reset", group_id, schema, "--to-batch", known - 1)
                 + ". Else start with a new checkpoint: with startingOffsets from the ledger; or, where it counts only "
                 "batches, with another group_id and an empty table"
             )
@@ -104,7 +112,7 @@ def behind(
     if at_start:
         way = (
             "To read them again start the query with a new checkpoint and startingOffsets from the ledger; to leave "
-            f"them out: {resets({partition: known}, {partition}, group_id=group_id)}"
+            f"them out: {resets({partition: known}, {partition}, group_id=group_id, schema=schema)}"
         )
     return LedgerBehindCheckpoint(
         f"{partition} of group {group_id!r}: the ledger stands at offset {next_offset}, the query goes on at {known}, "
@@ -113,13 +121,13 @@ def behind(
     )
 
 
-def resets(offsets: Mapping[Partition, int], existing: Set[Partition], *, group_id: str) -> str:
+def resets(offsets: Mapping[Partition, int], existing: Set[Partition], *, group_id: str, schema: str) -> str:
     """Return the commands that move the rows of partitions; ``existing`` has those that are there of their topics."""
     # Where a topic has no row at all, reset makes those of all its partitions together.
     absent = sorted({p.topic for p in offsets} - {p.topic for p in existing})
     ways: list[tuple[object, ...]] = [("--topic", topic, "--to-earliest") for topic in absent]
     ways += [("--topic", p.topic, "--partition", p.number, "--to-offset", o) for p, o in sorted(offsets.items())]
-    return "; ".join(command("reset", group_id, DEFAULT_SCHEMA, *way) for way in ways)
+    return "; ".join(command("reset", group_id, schema, *way) for way in ways)
 
 
 def not_written(
@@ -130,15 +138,16 @@ def not_written(
     existing: Set[Partition],
     *,
     group_id: str,
+    schema: str,
 ) -> LedgerBehindCheckpoint:
     """Describe a batch that failed, behind which Spark goes on all the same."""
     left_out = {r.partition: r.start for r in ranges if r.start is not None}
     short = {p: start for p, start in left_out.items() if next_offsets.get(p, -1) < start}
     ways = "start the query with a new checkpoint and startingOffsets from the ledger"
-    commands = resets(short, existing, group_id=group_id)
+    commands = resets(short, existing, group_id=group_id, schema=schema)
     if any(partition.counts_batches for partition in short):
         ways = "empty the table and start the query with a new checkpoint and another group_id"
-        commands = command("reset", group_id, DEFAULT_SCHEMA, "--to-batch", batch_id - 1)
+        commands = command("reset", group_id, schema, "--to-batch", batch_id - 1)
     return LedgerBehindCheckpoint(
         f"group {group_id!r}: batch {failure.batch_id} failed and was not written since, and Spark goes on with batch "
         f"{batch_id}: the function that foreachBatch was given has caught the error, or it has not called the sink "

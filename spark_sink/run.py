@@ -227,7 +227,7 @@ class Run:
 
         :raises LedgerBehindCheckpoint: where an earlier batch is missing.
         """
-        group_id, row = self._options.group_id, query_row(self.query_id)
+        group_id, schema, row = self._options.group_id, self._options.schema, query_row(self.query_id)
         mark, known = self._log.mark(group_id), self._known
         ranges = one_batch(row, batch_id) if self._counts else self._log.ranges(batch_id)
         written = mark.offsets
@@ -272,13 +272,15 @@ class Run:
         try:
             next_offsets = self._patiently(self._owners.take, ranges, batch_id=batch_id)
             ranges = over_skipped(ranges, next_offsets, written)
-            todo = remaining(ranges, next_offsets, group_id=group_id)
+            todo = remaining(ranges, next_offsets, group_id=group_id, schema=schema)
         except LedgerBehindCheckpoint:
             was_set_back = any(next_offsets.get(r.partition, 0) < mark.offsets.get(r.partition, 0) for r in ranges)
             if failure is None or was_set_back:
                 raise
             existing = self._patiently(self._owners.existing, {r.partition.topic for r in ranges})
-            raise not_written(failure, batch_id, ranges, next_offsets, existing, group_id=group_id) from None
+            raise not_written(
+                failure, batch_id, ranges, next_offsets, existing, group_id=group_id, schema=schema
+            ) from None
         if failure is not None:
             self._log.settle_failure(group_id)
         return ranges, todo, next_offsets

@@ -145,9 +145,8 @@ def run(args: argparse.Namespace) -> int:
         if verdict.ended:
             show_log()
             display.log(f"processes ended by themselves and were started again: {verdict.ended}", style="bold red")
-        done = ", ".join(f"{count} {kind}" for kind, count in sorted(verdict.faults.items())) or "no faults"
         display.line(
-            f"{args.start}\n{verdict.messages:,} messages, {done}, {verdict.seconds:g} s, --seed {seed}: "
+            f"{args.start}\n{verdict.messages:,} messages, {verdict.struck}, {verdict.seconds:g} s, --seed {seed}: "
             f"{verdict.lost:,} lost, {verdict.doubled:,} doubled, {verdict.foreign:,} foreign"
         )
         for kind, numbers in verdict.examples.items():

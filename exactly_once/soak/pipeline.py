@@ -94,6 +94,11 @@ class Verdict:
         return self.faults.total() > 0
 
     @property
+    def struck(self) -> str:
+        """The faults in words."""
+        return ", ".join(f"{count} {kind}" for kind, count in sorted(self.faults.items())) or "no faults"
+
+    @property
     def is_exact(self) -> bool:
         return not (self.lost or self.doubled or self.foreign)
 

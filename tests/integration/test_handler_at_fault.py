@@ -359,7 +359,7 @@ def test_a_doubtful_message_whose_partition_is_taken_leaves_no_other_in_its_plac
                 f"WHERE group_id = %s AND partition = {bad[-1][0]}"
             )
 
-    # All are there before the first is refused: the doubts need one more than they are, whichever partition comes first.
+    # All are there before the first is refused: else the doubts may be all there is of the partition that came first.
     run(scene.consumer(linger_seconds=60), handler, on_poison="dead-letter")
     assert sorted((letter.partition, letter.message_offset) for letter in letters(scene)) == sorted(bad)
     assert len(bad) == count + 1

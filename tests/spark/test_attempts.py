@@ -15,6 +15,7 @@ from exactly_once import _failpoints
 from exactly_once._model import Partition
 from exactly_once.errors import AlreadyApplied, Fenced, HandlerCommitted, PartitionHalted, TransactionBusy
 from exactly_once.ledger import migrate
+from exactly_once.ledger.commands import DEFAULT_SCHEMA
 from exactly_once.writer import TableError
 from spark_sink import IncompleteInput, LedgerBehindCheckpoint, QueryChanged, RowsOutOfOrder, SinkUnit
 from spark_sink.owners import query_row
@@ -303,7 +304,7 @@ def test_the_driver_moves_to_the_end_what_had_no_rows_there(place: Place) -> Non
     ranges = place.ranges(5, 7)
     work = place.work(owners, ranges)
     run("partition", work, [place.rows([0, 2])])
-    todo = remaining(ranges, dict.fromkeys(work.ranges, 0), group_id=place.name)
+    todo = remaining(ranges, dict.fromkeys(work.ranges, 0), group_id=place.name, schema=DEFAULT_SCHEMA)
     owners.finish(todo, {Partition(place.name, 0): 3})
     assert place.ledger() == [5, 7]
 
@@ -423,7 +424,12 @@ def test_a_batch_is_new_or_a_replay_of_the_last_or_refused(
     row = query_row("q")
 
     def judge() -> str:
-        if remaining([Range(partition=row, start=batch_id, end=batch_id + 1)], {row: next_batch}, group_id="g"):
+        if remaining(
+            [Range(partition=row, start=batch_id, end=batch_id + 1)],
+            {row: next_batch},
+            group_id="g",
+            schema=DEFAULT_SCHEMA,
+        ):
             return "new"
         refuse_older(next_batch, batch_id, [("a",)], fingerprint, group_id="g")
         return "replay"

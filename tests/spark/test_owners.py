@@ -19,6 +19,7 @@ from exactly_once.errors import (
     TopicRecreated,
 )
 from exactly_once.kafka.admin import Cluster
+from exactly_once.ledger.commands import DEFAULT_SCHEMA
 from exactly_once.ledger.start import StartOffsets
 from spark_sink import LedgerBehindCheckpoint
 from spark_sink.owners import Owners
@@ -67,7 +68,12 @@ def test_a_partition_is_acquired_once_and_new_ones_when_they_appear(place: Place
 def test_spark_fences_spark_and_the_earlier_run_never_comes_back(place: Place) -> None:
     ranges = place.ranges(5)
     first, second = place.owners(name="first"), place.owners(name="second")
-    todo = remaining(ranges, {Partition(place.name, 0): next_offsets(first, ranges)[0] or 0}, group_id=place.name)
+    todo = remaining(
+        ranges,
+        {Partition(place.name, 0): next_offsets(first, ranges)[0] or 0},
+        group_id=place.name,
+        schema=DEFAULT_SCHEMA,
+    )
     second.take(ranges, batch_id=0)
     with pytest.raises(Fenced, match="second"):
         first.take(ranges, batch_id=0)
@@ -117,7 +123,7 @@ def test_a_database_that_went_back_while_tasks_wrote_is_told(place: Place, db: p
     owners.take(ranges, batch_id=0)
     db.execute("UPDATE exactly_once.ledger SET next_offset = 1 WHERE group_id = %s", (place.name,))
     with pytest.raises(LedgerBehindCheckpoint, match=r"at offset 1.* on at 2, so 1 offsets"):
-        owners.finish(remaining(ranges, {Partition(place.name, 0): 2}, group_id=place.name), {})
+        owners.finish(remaining(ranges, {Partition(place.name, 0): 2}, group_id=place.name, schema=DEFAULT_SCHEMA), {})
 
 
 def test_released_rows_are_free_for_everybody(place: Place, make_consumer: MakeConsumer, topic: str) -> None:
@@ -125,7 +131,7 @@ def test_released_rows_are_free_for_everybody(place: Place, make_consumer: MakeC
     spark = place.owners()
     spark.take(place.ranges(3, 2), batch_id=0)
     spark.finish(
-        remaining(place.ranges(3, 2), dict.fromkeys(spark.held, 0), group_id=place.name),
+        remaining(place.ranges(3, 2), dict.fromkeys(spark.held, 0), group_id=place.name, schema=DEFAULT_SCHEMA),
         {},
     )
     spark.release(spark._ledger)

@@ -13,10 +13,11 @@ from hypothesis import strategies as st
 
 from exactly_once._model import Partition
 from exactly_once.errors import ConfigurationError, TopicRecreated
+from exactly_once.ledger.commands import DEFAULT_SCHEMA
 from spark_sink import LedgerBehindCheckpoint, RowsOutOfOrder
 from spark_sink.offset_log import Failure, Mark, OffsetLog, _Disk, parse_initial, parse_offsets
 from spark_sink.owners import query_row
-from spark_sink.ranges import Range, looked_through, one_batch, over_skipped, remaining
+from spark_sink.ranges import Range, looked_through, not_written, one_batch, over_skipped, remaining
 
 P = Partition("orders", 0)
 small = st.integers(0, 30)
@@ -40,9 +41,9 @@ def test_each_offset_of_a_batch_is_written_iff_the_ledger_lacks_it(
     lacking = [r for r in ranges if r.start is not None and ledger[r.partition] < r.start]
     if lacking:
         with pytest.raises(LedgerBehindCheckpoint):
-            remaining(ranges, ledger, group_id="g")
+            remaining(ranges, ledger, group_id="g", schema=DEFAULT_SCHEMA)
         return
-    todo = {share.partition: share for share in remaining(ranges, ledger, group_id="g")}
+    todo = {share.partition: share for share in remaining(ranges, ledger, group_id="g", schema=DEFAULT_SCHEMA)}
     for given_range in ranges:
         share = todo.get(given_range.partition)
         written = set(range(share.first, share.end)) if share else set()
@@ -54,15 +55,31 @@ def test_a_ledger_behind_the_checkpoint_is_told_with_what_mends_it() -> None:
     """The command is one for a shell, whatever the group is called."""
     command = r"20 offsets.*reset --group-id 'the group' --topic orders --partition 0 --to-offset 30"
     with pytest.raises(LedgerBehindCheckpoint, match=command):
-        remaining([Range(partition=P, start=30, end=40)], {P: 10}, group_id="the group")
+        remaining([Range(partition=P, start=30, end=40)], {P: 10}, group_id="the group", schema=DEFAULT_SCHEMA)
     with pytest.raises(LedgerBehindCheckpoint, match="reset --group-id 'the group' --to-batch 3"):
-        remaining(one_batch(query_row("q"), 4), {query_row("q"): 2}, group_id="the group")
+        remaining(one_batch(query_row("q"), 4), {query_row("q"): 2}, group_id="the group", schema=DEFAULT_SCHEMA)
+
+
+def test_what_mends_a_ledger_of_another_schema_names_it() -> None:
+    """Else the command changes the ledger of the default schema, in which the group may be there as well."""
+    of: Any = {"group_id": "g", "schema": "Second"}
+    query, words = query_row("q"), "--group-id g --schema Second"
+    with pytest.raises(LedgerBehindCheckpoint, match=f"reset {words} --topic orders"):
+        remaining([Range(partition=P, start=30, end=40)], {P: 10}, **of)
+    with pytest.raises(LedgerBehindCheckpoint, match=f"reset {words} --to-batch 3"):
+        remaining(one_batch(query, 4), {query: 2}, **of)
+    with pytest.raises(TopicRecreated, match=f"adopt {words}"):
+        remaining([Range(partition=P, start=30, end=10)], {P: 30}, **of)
+    for partition, way in ((P, "--topic orders"), (query, "--to-batch 6")):
+        failure = Failure(batch_id=6, ends={partition: 30}, error="it", is_counted=False)
+        error = not_written(failure, 7, [Range(partition=partition, start=30, end=40)], {partition: 10}, {P}, **of)
+        assert f"reset {words} {way}" in str(error)
 
 
 def test_offsets_that_go_back_are_another_topic() -> None:
     """With failOnDataLoss=false Spark goes on; the ledger would take all of it for written."""
     with pytest.raises(TopicRecreated):
-        remaining([Range(partition=P, start=30, end=10)], {P: 30}, group_id="g")
+        remaining([Range(partition=P, start=30, end=10)], {P: 30}, group_id="g", schema=DEFAULT_SCHEMA)
 
 
 def test_rows_themselves_tell_ends_but_no_starts() -> None:
