@@ -245,7 +245,7 @@ def test_the_data_source_defines_in_the_transaction_of_the_batch(
     db.execute(f"DROP TABLE {name}")
 
 
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(300)
 def test_the_data_source_lets_readers_pass_while_it_waits_to_alter_the_table(
     conninfo: str, name: str, db: Database, caplog: pytest.LogCaptureFixture
 ) -> None:
