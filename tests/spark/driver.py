@@ -20,7 +20,7 @@ from tests.spark.scene import Scene
 def main(*arguments: str) -> None:
     """Run one query to its end."""
     bootstrap_servers, conninfo, topic, place, transaction, *moment = arguments
-    with spark.session("driver", master="local[2,4]") as session:
+    with spark.session("driver") as session:
         scene = Scene(session, bootstrap_servers, conninfo, Path(place), topic=topic)
         sink = scene.sink(transaction=transaction)
 

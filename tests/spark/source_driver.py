@@ -16,7 +16,7 @@ from tests.spark.source import write_stream
 def main(*arguments: str) -> None:
     """Run one query to its end."""
     bootstrap_servers, conninfo, topic, place = arguments
-    with spark.session("driver", master="local[2,4]") as session:
+    with spark.session("driver") as session:
         scene = Scene(session, bootstrap_servers, conninfo, Path(place), topic=topic)
         try:
             write_stream(scene)
