@@ -17,7 +17,7 @@ from exactly_once.embedded import spark
 from exactly_once.embedded.errors import package_directory
 from exactly_once.embedded.ports import accepts
 from tests.support.spark import ROOT
-from tests.support.waiting import until
+from tests.support.waiting import SPARK_SECONDS, until
 
 HOSTS = ("127.0.0.2", "127.0.0.3")
 CORES = 2
@@ -36,7 +36,7 @@ SETTINGS = {
 def main(port: str, directory: str, *postgres_ports: str) -> None:
     """Start all of it and wait."""
     master = start("master.Master", "127.0.0.1", "--port", port)
-    until(lambda: accepts(int(port)), 60, "the master")
+    until(lambda: accepts(int(port)), SPARK_SECONDS, "the master")
     for host, postgres_port in zip(HOSTS, postgres_ports, strict=True):
         resources = ["--cores", str(CORES), "--memory", f"{MEGABYTES}m", "--work-dir", str(Path(directory, host))]
         start("worker.Worker", host, *resources, f"spark://127.0.0.1:{port}", PGHOST="127.0.0.1", PGPORT=postgres_port)

@@ -130,7 +130,7 @@ def test_of_two_attempts_at_once_one_lands_and_the_other_leaves_no_trace(place: 
     for twin in twins:
         twin.start()
     for twin in twins:
-        twin.join(30)
+        twin.join(120)
     assert sorted(r["transactions"] for r in results) == [0, 1]
     assert sorted(r["rows"] for r in results) == [0, 5]
     assert (place.written(), place.ledger()) == (every(5), [5])

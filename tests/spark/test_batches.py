@@ -141,14 +141,14 @@ def test_of_two_queries_with_one_group_the_later_one_goes_on(scene: Scene, tmp_p
 
     scene.produce(100)
     earlier = start("earlier")
-    until(is_written, 120, "the earlier query to write")
+    until(is_written, SPARK_SECONDS, "the earlier query to write")
     later = start("later")
     try:
-        until(lambda: later.lastProgress is not None, 120, "the later query to own the partitions")
+        until(lambda: later.lastProgress is not None, SPARK_SECONDS, "the later query to own the partitions")
         scene.produce(100)
         with pytest.raises(Exception, match="Fenced"):
             earlier.awaitTermination(SPARK_SECONDS)
-        until(is_written, 120, "the later query to write")
+        until(is_written, SPARK_SECONDS, "the later query to write")
     finally:
         earlier.stop()
         later.stop()

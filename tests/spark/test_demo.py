@@ -9,6 +9,7 @@ import pytest
 
 from exactly_once.demo import spark_trial
 from exactly_once.demo.display import Display
+from tests.support.waiting import SPARK_SECONDS
 
 
 def side(**figures: object) -> spark_trial.Result:
@@ -43,9 +44,10 @@ def test_every_kind_of_fault_is_drawn() -> None:
 @pytest.mark.timeout(1200)
 @pytest.mark.usefixtures("needs_spark")
 def test_the_sink_is_exact_when_a_worker_is_killed_and_a_checkpoint_is_gone(
-    bootstrap_servers: str, conninfo: str, db: psycopg.Connection[Any]
+    bootstrap_servers: str, conninfo: str, db: psycopg.Connection[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The demo's side of this library; the other one takes as long, and shows nothing of ours."""
+    monkeypatch.setattr(spark_trial, "PATIENCE_SECONDS", SPARK_SECONDS)
     setting = spark_trial.Setting(
         bootstrap_servers=bootstrap_servers,
         conninfo=conninfo,

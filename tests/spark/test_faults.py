@@ -189,9 +189,10 @@ def test_an_attempt_that_is_killed_between_its_rows_loses_nothing(
     scene.produce(20_000)  # more than what Spark collects before it sends anything
     try:
         with running(scene, transaction=transaction), psycopg.connect(scene.conninfo, autocommit=True) as looking:
-            until(lambda: looking.execute(OPEN).fetchall(), 120, "a task with rows in its transaction")
+            until(lambda: looking.execute(OPEN).fetchall(), SPARK_SECONDS, "a task with rows in its transaction")
             java.System.setProperty(SLOW, "false")
-            assert kill_tasks(scene)
+            # Spark writes down what runs a while after it has started it.
+            until(lambda: kill_tasks(scene), SPARK_SECONDS, "attempts to kill")
     finally:
         java.System.setProperty(SLOW, "false")
         scene.spark.conf.unset("spark.sql.execution.arrow.maxRecordsPerBatch")
@@ -206,7 +207,7 @@ def test_a_connection_that_is_lost_while_it_writes_fails_the_attempt_only(
     """As where Postgres is restarted in the middle of a batch."""
     scene.produce(1000)
     with running(scene, transaction=transaction), nobody_can_write(scene.conninfo) as connection:
-        for pid in until(lambda: writers(connection), 120, "a task that stands still in front of the table"):
+        for pid in until(lambda: writers(connection), SPARK_SECONDS, "a task that stands still in front of the table"):
             connection.execute("SELECT pg_terminate_backend(%s)", (pid,))
     scene.check()
 
@@ -238,7 +239,7 @@ def test_a_driver_killed_while_it_writes_leaves_nothing_of_the_batch(scene: Scen
     scene.produce(1000)
     with driver(scene, tmp_path, "batch") as first, nobody_can_write(scene.conninfo) as connection:
         first.wait("writing 0")
-        until(lambda: writers(connection), 120, "a task that stands still in front of the table")
+        until(lambda: writers(connection), SPARK_SECONDS, "a task that stands still in front of the table")
         first.kill(everything=True)
     scene.run()
     assert [r.rows for r in scene.reports] == [1000]
@@ -252,7 +253,7 @@ def test_a_zombie_driver_is_fenced_by_its_successor(scene: Scene, tmp_path: Path
     with driver(scene, tmp_path / "zombie", "batch") as zombie:
         with nobody_can_write(scene.conninfo) as connection:
             zombie.wait("writing 0")
-            until(lambda: writers(connection), 120, "a task that stands still in front of the table")
+            until(lambda: writers(connection), SPARK_SECONDS, "a task that stands still in front of the table")
             zombie.stop()
         scene.run(per_trigger=600)
         zombie.cont()

@@ -14,7 +14,7 @@ from pyspark.sql import functions as F  # noqa: N812
 from tests.spark.scene import Change, Scene
 from tests.spark.source import write_stream
 from tests.support.spark import drain, read_topic
-from tests.support.waiting import until
+from tests.support.waiting import SPARK_SECONDS, until
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -161,7 +161,7 @@ def test_one_sink_object_serves_no_two_queries_at_once(scene: Scene) -> None:
     writer = scene.stream().writeStream.foreachBatch(write).option("checkpointLocation", str(scene.checkpoint))
     query = writer.start()
     try:
-        until(entered.is_set, 60, "the first batch")
+        until(entered.is_set, SPARK_SECONDS, "the first batch")
         with pytest.raises(Exception, match=r"ConfigurationError.*still runs"):
             drain(scene.stream(), sink, scene.checkpoint.with_name("other"))
         assert query.isActive

@@ -186,7 +186,6 @@ def test_a_run_that_stands_still_in_its_publication_is_ended_by_a_later_one(targ
     assert target.ledger() == [5]
 
 
-@pytest.mark.timeout(60)
 def test_a_frozen_transaction_that_a_publication_waits_for_is_ended(target: Target) -> None:
     run = Run(target)
     run.write(run.rows(0, range(5)))

@@ -15,7 +15,7 @@ from spark_sink import ExactlyOncePostgres
 from tests.spark.scene import Scene
 from tests.spark.source import chosen
 from tests.support.topics import create_topic, delete_topic, produce
-from tests.support.waiting import until
+from tests.support.waiting import SPARK_SECONDS, until
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame
@@ -110,7 +110,7 @@ def test_a_topic_that_comes_when_none_matched_before_is_read_from_its_beginning(
         assert not scene.reports
         create_topic(bootstrap_servers, 2, name=scene.topic)
         scene.produce(10)
-        until(lambda: query.exception() or scene.reports, 120, "a batch")
+        until(lambda: query.exception() or scene.reports, SPARK_SECONDS, "a batch")
         query.processAllAvailable()
     finally:
         query.stop()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import socket
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,7 +13,7 @@ import pytest
 from psycopg.conninfo import conninfo_to_dict, make_conninfo
 
 from exactly_once.embedded.ports import free_port
-from exactly_once.embedded.proxy import PostgresProxy
+from exactly_once.embedded.proxy import ADVANCE_AND_COMMIT, PostgresProxy
 from tests.spark.standalone import HOSTS
 from tests.spark.twins import ATTEMPTS, GO
 from tests.support import journal
@@ -37,6 +38,11 @@ class Cluster(NamedTuple):
     proxies: dict[str, PostgresProxy]
 
 
+def commits(proxy: PostgresProxy) -> int:
+    """How often clients have asked for the COMMIT of a batch; signs of life pass as well."""
+    return sum(re.search(ADVANCE_AND_COMMIT, sql) is not None for sql in list(proxy.statements))
+
+
 def lacking() -> str | None:
     """Tell why this machine has no second loopback address."""
     try:
@@ -51,7 +57,7 @@ def lacking() -> str | None:
 def cluster(needs_spark: None, journaled: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     skip_unless("loopback", lacking())
     port, place = free_port(), tmp_path_factory.mktemp("standalone")
-    with PostgresProxy(journaled) as first, PostgresProxy(journaled) as second:
+    with PostgresProxy(journaled, record=True) as first, PostgresProxy(journaled, record=True) as second:
         ports = [str(proxy.port) for proxy in (first, second)]
         with Driver("-m", "tests.spark.standalone", str(port), str(place), *ports) as processes:
             processes.wait("Registering worker", count=2)
@@ -66,11 +72,13 @@ class Twins:
         self.bootstrap_servers = bootstrap_servers
         self.conninfo = conninfo
         self.place = place
+        self.tasks = 0
         self.topic = create_topic(bootstrap_servers, 2)
         produce(bootstrap_servers, self.topic, COUNT, 2)
 
     def driver(self, transaction: Transaction) -> Driver:
         """Start it; who runs it says in PGHOST and PGPORT where Postgres is."""
+        self.tasks = {"batch": 1, "partition": 2}[transaction]
         # Without a host and a port, for each process has them in its environment.
         given = {key: value for key, value in conninfo_to_dict(self.conninfo).items() if key not in ("host", "port")}
         where = (self.cluster.url, self.bootstrap_servers, make_conninfo("", **given), self.topic, str(self.place))
@@ -87,7 +95,7 @@ class Twins:
         found: dict[str, list[str]] = {}
         for file in sorted((self.place / ATTEMPTS).glob("[0-9]*-[0-9]")):
             found.setdefault(file.name.partition("-")[0], []).append(file.read_text())
-        return found if all(len(hosts) > 1 for hosts in found.values()) else {}
+        return found if len(found) == self.tasks and all(len(hosts) > 1 for hosts in found.values()) else {}
 
     def go(self) -> None:
         """Let all attempts go on."""
@@ -101,9 +109,9 @@ class Twins:
         proxies = self.cluster.proxies
         for proxy in proxies.values():
             proxy.black_hole()
-        sent = {host: proxy.round_trips + attempts.count(host) for host, proxy in proxies.items()}
+        sent = {host: commits(proxy) + attempts.count(host) for host, proxy in proxies.items()}
         self.go()
-        until(lambda: all(proxies[host].round_trips >= count for host, count in sent.items()), 60, "each COMMIT")
+        until(lambda: all(commits(proxies[host]) >= n for host, n in sent.items()), SPARK_SECONDS, "each COMMIT")
         for proxy in proxies.values():
             proxy.cut_all()
 

@@ -65,6 +65,7 @@ class Driver:
     def __init__(self, *arguments: str) -> None:
         self.lines: list[str] = []
         self._news = threading.Condition()
+        self._has_said_all = False
         self._log = tempfile.NamedTemporaryFile("w+", prefix="driver-")  # noqa: SIM115  (open as long as it writes)
         # The session is what its Java and its Python workers have in common with it, also when it is dead.
         self._process = subprocess.Popen(
@@ -103,7 +104,7 @@ class Driver:
                 found = [line for line in self.lines if text in line]
                 if len(found) >= count:
                     return found[count - 1]
-                ended = not self._reader.is_alive()
+                ended = self._has_said_all
                 if ended or not self._news.wait(max(0.0, deadline - time.monotonic())):
                     why = f"it ended with status {self.status}" if ended else f"{timeout_seconds:g} s passed"
                     raise AssertionError(f"no line with {text!r} from the driver: {why}\n{self.story()}")
@@ -166,6 +167,7 @@ class Driver:
                 self.lines.append(line.rstrip("\n"))
                 self._news.notify_all()
         with self._news:
+            self._has_said_all = True
             self._news.notify_all()
 
     def _pids(self) -> list[int]:
