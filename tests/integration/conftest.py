@@ -65,7 +65,7 @@ def unhurried(monkeypatch: pytest.MonkeyPatch) -> None:
 def unhurried_locks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Have the ledger wait for locks as long as a busy machine may keep them: for who asserts what comes behind one."""
     for call in (unwrap(Ledger._changing), Ledger.acquire, Ledger.read):
-        monkeypatch.setattr(call, "__kwdefaults__", {**call.__kwdefaults__, "lock_seconds": 60.0})
+        monkeypatch.setattr(call, "__kwdefaults__", {**(call.__kwdefaults__ or {}), "lock_seconds": 60.0})
 
 
 @pytest.fixture
