@@ -7,7 +7,7 @@ import re
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import closing, suppress
+from contextlib import closing
 from dataclasses import replace
 from typing import Any
 from uuid import uuid4
@@ -279,15 +279,6 @@ def test_there_is_one_row_of_each_partition_whoever_is_killed(
             except psycopg.Error:
                 owner.session.roll_back()
 
-    def backends() -> list[int]:
-        """Those of the owners, which close their connections and open others meanwhile."""
-        found = []
-        for connection in [owner.session._connection for owner in owners]:
-            if connection is not None:
-                with suppress(psycopg.OperationalError):
-                    found.append(connection.info.backend_pid)
-        return found
-
     with ThreadPoolExecutor(3) as pool:
         workers = [pool.submit(work, owner, rng.randrange(2**31)) for owner in owners]
         try:
@@ -297,7 +288,7 @@ def test_there_is_one_row_of_each_partition_whoever_is_killed(
                     SELECT pg_terminate_backend(pid) FROM pg_stat_activity
                     WHERE pid = ANY(%s) AND state <> 'idle' LIMIT 1
                 """
-                db.execute(kill, (backends(),))
+                db.execute(kill, ([c.info.backend_pid for o in owners if (c := o.session._connection) is not None],))
                 assert [number for number, _, _ in stored(db, name)] == [0, 1, 2]
         finally:
             is_over.set()
