@@ -150,7 +150,6 @@ def test_client_callback_that_raises_is_raised_by_the_iteration_and_loses_nothin
     assert_exact()
 
 
-@pytest.mark.usefixtures("unhurried")
 def test_client_callbacks_are_called(make_consumer: MakeConsumer, topic: str) -> None:
     """Those of the settings reach the caller as confluent-kafka would call them."""
     stats: list[str] = []
