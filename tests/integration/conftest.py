@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from inspect import unwrap
 from typing import Any
 
 import psycopg
 import pytest
 
 from exactly_once import ExactlyOnceConsumer
+from exactly_once.consumer import consumer, maintenance
 from exactly_once.embedded.proxy import PostgresProxy
+from exactly_once.ledger.rows import Ledger
 from tests.conftest import MakeConsumer
 from tests.integration.scene import Scene
 from tests.support.topics import create_topic, produce
@@ -37,14 +40,32 @@ def make_scene(bootstrap_servers: str, conninfo: str, name: str, make_consumer: 
         ensure_journal(conninfo)
         yield make
         # Before the proxy ends, or every close would wait for a database that is gone.
-        for consumer in made:
-            consumer.close()
+        for each in made:
+            each.close()
 
 
 @pytest.fixture
 def scene(make_scene: MakeScene) -> Scene:
     """Twenty messages in one partition."""
     return make_scene()
+
+
+@pytest.fixture
+def unhurried(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have Kafka waited for where the consumer would go on without an answer: offsets mirrored at its end, or compared.
+
+    For who asserts that this was done: a busy machine takes longer.
+    """
+    monkeypatch.setattr(consumer, "_GOODBYE_SECONDS", 60.0)
+    monkeypatch.setattr(consumer, "CLOSE_SECONDS", 120.0)
+    monkeypatch.setattr(maintenance, "_COMMITTED_SECONDS", 60.0)
+
+
+@pytest.fixture
+def unhurried_locks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have the ledger wait for locks as long as a busy machine may keep them: for who asserts what comes behind one."""
+    for call in (unwrap(Ledger._changing), Ledger.acquire, Ledger.read):
+        monkeypatch.setattr(call, "__kwdefaults__", {**(call.__kwdefaults__ or {}), "lock_seconds": 60.0})
 
 
 @pytest.fixture

@@ -272,12 +272,27 @@ def test_setting_of_the_database_that_is_wrong_is_an_error_at_once(
         consumer.subscribe(["t"])
 
 
-def test_start_says_what_it_waits_for_and_why(caplog: pytest.LogCaptureFixture) -> None:
+def waits(caplog: pytest.LogCaptureFixture) -> list[str]:
+    """What was logged as waited for."""
+    return [r.getMessage() for r in caplog.records if getattr(r, "action", "") == "waiting"]
+
+
+def test_start_says_what_it_waits_for_and_why(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The database by host, port and name; then the brokers, about which the client itself says no more than once."""
-    consumer = ExactlyOnceConsumer(KAFKA, conninfo=f"postgresql://somebody:{SECRET}@{NOBODY}/bank", startup_seconds=2.5)
-    with pytest.raises(DatabaseUnreachable):
+    consumer = ExactlyOnceConsumer(KAFKA, conninfo=f"postgresql://somebody:{SECRET}@{NOBODY}/bank", startup_seconds=600)
+    connect = consumer._session.connect
+
+    def until_told_twice() -> psycopg.Connection[Any]:
+        if len(waits(caplog)) > 1:
+            raise ZeroDivisionError
+        return connect()
+
+    monkeypatch.setattr(consumer._session, "connect", until_told_twice)
+    with pytest.raises(ZeroDivisionError):
         consumer.subscribe(["t"])
-    first, second, *_ = (r.getMessage() for r in caplog.records if getattr(r, "action", "") == "waiting")
+    first, second, *_ = waits(caplog)
     assert first.startswith(f"waiting for Postgres at {NOBODY}/bank for 1 s: ")
     assert "Connection refused" in first
     assert "for 2 s" in second
@@ -291,9 +306,8 @@ def test_start_says_once_that_the_brokers_are_away(
     with pytest.raises(BrokerUnreachable, match=NOBODY):
         consumer.subscribe(["t"])
     consumer.close()
-    waited = [r.getMessage() for r in caplog.records if getattr(r, "action", "") == "waiting"]
-    assert waited[0].startswith(f"waiting for Kafka at {NOBODY} for 1 s: ")
-    assert "Connection refused" in waited[0]
+    assert waits(caplog)[0].startswith(f"waiting for Kafka at {NOBODY} for 1 s: ")
+    assert any("Connection refused" in waited for waited in waits(caplog)), "as soon as the client has said it"
     client = [r.getMessage() for r in caplog.records if r.name == "exactly_once.kafka"]
     assert 1 <= len(client) <= 4
     assert all("exactly_once.billing-1#" in line for line in client if line.startswith("FAIL"))
@@ -311,7 +325,7 @@ def test_connection_that_is_lost_during_the_first_look_is_made_again(
         fault = proxy.cut_before(match)
         consumer = make_consumer(conninfo=proxy.conninfo, migrate=True, startup_seconds=60)
         consumer.subscribe([topic])
-        fault.wait(1)
+        fault.wait()
         consumer.close()
 
 

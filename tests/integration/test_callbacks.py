@@ -18,7 +18,7 @@ from exactly_once.consumer.rebalance import Assignment, Change
 from tests.conftest import MakeConsumer
 from tests.support import journal
 from tests.support.topics import create_topic, produce
-from tests.support.worker import drain, ensure_journal
+from tests.support.worker import drain, ensure_journal, turn_until
 
 PARTITIONS = 2
 MESSAGES = 400
@@ -103,8 +103,7 @@ def test_on_revoke_is_told_what_was_taken_away(
         list(first.units(idle_seconds=0.2))
     second.stop()
     joining.join(120)
-    list(first.units(idle_seconds=0.5))
-    assert revoked
+    turn_until(first, lambda: revoked, 60, "a call for what was taken")
     assert set(revoked) <= {(topic, number) for number in range(PARTITIONS)}
 
 

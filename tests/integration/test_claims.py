@@ -211,7 +211,7 @@ def test_second_waits_for_the_first_and_gets_what_that_leaves(
             db.execute("SELECT pg_terminate_backend(%s)", (first.info.backend_pid,))
         else:
             getattr(first, end)()
-        assert answer.result(20) == [end != "commit", True]
+        assert answer.result(60) == [end != "commit", True]
     if end == "killed":
         first.close()
 
@@ -227,7 +227,7 @@ def test_overlapping_calls_in_opposite_orders_do_not_deadlock(connect: Connect, 
         got = 0
         for number in range(5):
             mine = [f"{number}-{key}" for key in keys]
-            together.wait(20)
+            together.wait(60)
             got += sum(claim(sides[side], name, *(reversed(mine) if side else mine)))
             sides[side].commit()
         return got
@@ -249,7 +249,7 @@ def test_crash_between_claim_and_commit_loses_and_doubles_no_key(
         victim = crew.start(failpoint=[*failpoint, 3], **options)
         victim.wait("failpoint")
         heir = crew.start(**options)
-        crew.until_applied(800, 60)
+        crew.until_applied(800)
         if failpoint[1] == "stop":
             victim.cont()
             victim.wait("redelivered", error="Fenced")
@@ -300,11 +300,11 @@ def test_turn_waits_for_units_that_have_claimed(connect: Connect, db: Db, name: 
         answer = pool.submit(claim, one, name, "a", "b", "c")
         until(lambda: waits(db, one), 10, "the claim to wait for the turn")
         turner.commit()
-        assert answer.result(20) == [False, False, True]
+        assert answer.result(60) == [False, False, True]
         answer = pool.submit(claim, other, name, "c")
         until(lambda: waits(db, other) or answer.done(), 10, "another one to meet the key")
         one.commit()
-        assert answer.result(20) == [False], "the first one used the tables as they were before the turn"
+        assert answer.result(60) == [False], "the first one used the tables as they were before the turn"
 
 
 def test_of_two_members_that_turn_at_once_one_does(connect: Connect, db: Db, name: str) -> None:
@@ -319,7 +319,7 @@ def test_of_two_members_that_turn_at_once_one_does(connect: Connect, db: Db, nam
         answer = pool.submit(second.execute, call, (name,))
         until(lambda: waits(db, second), 10, "the second to wait")
         first.commit()
-        answer.result(20)
+        answer.result(60)
     second.commit()
     assert db.execute("SELECT turns FROM exactly_once.claim_window WHERE group_id = %s", (name,)).fetchone() == (1,)
 
@@ -383,7 +383,7 @@ def test_a_changed_window_does_not_wait_for_units_that_have_claimed(
         with next(consumer.units()) as unit:
             assert unit.claim("b")
         turn_until(consumer, lambda: "claims_turn_postponed" in actions(caplog), 20, "a postponed change to be told")
-        assert "waiting" not in actions(caplog)
+        assert "lock timeout" not in caplog.text, "the consumer itself waited"
     window = "SELECT seconds FROM exactly_once.claim_window WHERE group_id = %s"
     turn_until(consumer, lambda: scene.query(window) == [(1800,)], 20, "the change")
     assert actions(caplog).count("claims_window_changed") == 1

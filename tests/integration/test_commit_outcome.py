@@ -16,6 +16,8 @@ from exactly_once import (
     OutcomePending,
     Redelivered,
 )
+from exactly_once.consumer import commit
+from exactly_once.ledger import stale_owners
 from tests.integration.scene import Scene, apply, armed, interrupt, offsets
 from tests.support import journal
 from tests.support.waiting import until
@@ -256,8 +258,11 @@ def _waiting_to_resolve(scene: Scene) -> bool:
 
 
 def test_a_commit_that_is_slow_inside_the_old_backend_is_waited_for(
-    scene: Scene, slow_commit: psycopg.Connection
+    scene: Scene, slow_commit: psycopg.Connection, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    # Neither may the resolve give up, nor the watcher end what it waits for, before the test has looked at it.
+    monkeypatch.setattr(commit, "LOCK_SECONDS", 60.0)
+    monkeypatch.setattr(stale_owners, "FROZEN_AFTER_SECONDS", 600.0)
     consumer = scene.consumer()
     unit = next(iter(consumer))
 

@@ -62,7 +62,7 @@ def run(program: str, scene: Scene) -> str:
         },
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=180,
         check=False,
     )
     assert done.returncode == 0, done.stderr

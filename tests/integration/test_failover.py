@@ -32,6 +32,8 @@ from tests.support.topics import create_topic, produce
 from tests.support.waiting import until
 from tests.support.worker import drain, record
 
+pytestmark = pytest.mark.usefixtures("unhurried")
+
 MESSAGES = 40
 
 
@@ -117,6 +119,13 @@ def topic(bootstrap_servers: str, name: str, pair: Pair) -> str:
     return name
 
 
+@pytest.fixture
+def at_the_advance(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have rows that changed found where a unit advances them; what looks at them now and then may come before that."""
+    for limit in ("RECHECK_SECONDS", "COMPARE_SECONDS"):
+        monkeypatch.setattr(maintenance, limit, 600.0)
+
+
 def stored(server: embedded.Postgres) -> tuple[int, int, int]:
     """Return the ledger's offset, the number of effects and the counter, in one snapshot."""
     query = """
@@ -130,6 +139,7 @@ def stored(server: embedded.Postgres) -> tuple[int, int, int]:
 
 
 @pytest.mark.fault("B11")
+@pytest.mark.usefixtures("at_the_advance")
 def test_a_running_consumer_makes_the_effects_again_that_a_promoted_standby_lacks(
     make_consumer: MakeConsumer, pair: Pair, bootstrap_servers: str, topic: str
 ) -> None:
@@ -197,18 +207,11 @@ def test_run_tells_of_lost_commits_whatever_it_waited_for_before(
 
 
 @pytest.mark.fault("B23")
+@pytest.mark.usefixtures("at_the_advance")
 def test_an_epoch_that_a_failover_gives_out_again_does_not_let_its_former_owner_in(
-    *,
-    make_consumer: MakeConsumer,
-    pair: Pair,
-    bootstrap_servers: str,
-    topic: str,
-    monkeypatch: pytest.MonkeyPatch,
+    make_consumer: MakeConsumer, pair: Pair, bootstrap_servers: str, topic: str
 ) -> None:
     """Epoch and offset of the zombie are those of the new owner; only the token tells them apart."""
-    monkeypatch.setattr(
-        maintenance, "RECHECK_SECONDS", 600.0
-    )  # else a look at the rows may find it out before the fence
     first = make_consumer(connect=Way(pair.primary), max_messages=10)
     assert apply(first, topic, 10) == 10
     pair.fall_behind()

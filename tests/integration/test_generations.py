@@ -29,6 +29,8 @@ from tests.support.seeds import first_seed
 from tests.support.topics import create_topic, produce
 from tests.support.waiting import until
 
+pytestmark = pytest.mark.usefixtures("unhurried_locks")
+
 Db = psycopg.Connection[Any]
 Submit = Callable[..., Future[Any]]
 
@@ -127,17 +129,17 @@ def test_who_waits_for_a_rotation_finds_the_row_that_it_left(
     unit = to(rows[100], 5)
     calls: dict[str, Callable[[], Any]] = {
         "acquire": lambda: new.acquire(partitions),
-        "resolve": lambda: new.resolve(partitions, [unit.token], lock_seconds=30),
-        "read": lambda: new.read(partitions, lock_seconds=30),
+        "resolve": lambda: new.resolve(partitions, [unit.token], lock_seconds=60),
+        "read": lambda: new.read(partitions, lock_seconds=60),
         "halt": lambda: new.halt([unit], reason="a test"),
     }
     answer = submit(calls[call])
     wait_until_blocked(db, new)
     old.session.connection.execute(end)
     if call == "halt":
-        assert answer.result(30) == {partitions[100]}
+        assert answer.result(60) == {partitions[100]}
     else:
-        found = {row.partition: (row.generation, row.next_offset) for row in answer.result(30)}
+        found = {row.partition: (row.generation, row.next_offset) for row in answer.result(60)}
         moved = (1, 5) if end == "COMMIT" else (0, 0)
         assert found == {p: moved if 90 <= p.number < 110 else (0, 0) for p in partitions}
     assert len(stored(db, name)) == 200
@@ -157,7 +159,7 @@ def test_of_twins_with_one_token_one_lands_and_the_other_finds_the_row_ahead(
     wait_until_blocked(db, other)
     one.session.connection.execute("COMMIT")
     with pytest.raises(psycopg.Error) as failure:
-        answer.result(30)
+        answer.result(60)
     assert failure.value.sqlstate == SHORT_COUNT
     assert (
         check(other.read([row.partition])[0], Grant(twin.token, twin.epoch), twin.expected, twin.topic_id)
@@ -207,7 +209,7 @@ def test_who_makes_rows_waits_for_another_who_does_and_sees_what_became_of_his(
         wait_until_blocked(db, late)
         make = "INSERT INTO exactly_once.ledger (group_id, topic, partition, generation, next_offset)"
         first.execute(f"{make} VALUES (%s, %s, 0, 1, 5)", (name, name))
-    answer.result(30)
+    answer.result(60)
     assert stored(db, name) == [(0, 1, 5)]
 
 
@@ -291,7 +293,7 @@ def test_there_is_one_row_of_each_partition_whoever_is_killed(
         finally:
             is_over.set()
         for worker in workers:
-            worker.result(30)
+            worker.result(60)
     assert [number for number, _, _ in stored(db, name)] == [0, 1, 2]
 
 

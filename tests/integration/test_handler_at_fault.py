@@ -359,7 +359,7 @@ def test_a_doubtful_message_whose_partition_is_taken_leaves_no_other_in_its_plac
                 f"WHERE group_id = %s AND partition = {bad[-1][0]}"
             )
 
-    # All are there before the first is refused: else the doubts may be all there is of the partition that came first.
+    # All are there before the first is refused: the doubts need one more than they are, whichever partition is first.
     run(scene.consumer(linger_seconds=60), handler, on_poison="dead-letter")
     assert sorted((letter.partition, letter.message_offset) for letter in letters(scene)) == sorted(bad)
     assert len(bad) == count + 1
@@ -533,12 +533,21 @@ def test_message_is_not_to_blame_for_connections_that_are_cut_under_it(scene: Sc
     scene.assert_exact()
 
 
+def end_patience(unit: Unit, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have the time for failures be over once the message at fault is tried alone, however long that took."""
+    if offsets(unit) == [3]:
+        monkeypatch.setattr(outcome, "PATIENCE_SECONDS", 0.0)
+
+
 def test_statement_that_ends_its_own_backend_stops_the_service_in_the_end(
     scene: Scene, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Nobody can tell it from an administrator who ends backends; what comes before it is applied."""
-    monkeypatch.setattr(outcome, "PATIENCE_SECONDS", 4.0)
-    handler = failing("SELECT pg_terminate_backend(pg_backend_pid())", 3)
+
+    def handler(unit: Unit) -> None:
+        end_patience(unit, monkeypatch)
+        failing("SELECT pg_terminate_backend(pg_backend_pid())", 3)(unit)
+
     with pytest.raises(NoProgress, match=r"nothing could be committed for .*1 messages, .* 3\.\.3"):
         run(scene.consumer(), handler, on_poison="dead-letter")
     assert dead(scene) == []
@@ -554,10 +563,10 @@ def test_poison_names_the_error_of_the_statement(scene: Scene) -> None:
 def test_conflicts_that_never_end_stop_the_service_and_are_no_dead_letter(
     scene: Scene, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(outcome, "PATIENCE_SECONDS", 6.0)  # on a busy machine, too, it comes to units of one message
     sizes: list[int] = []
 
     def handler(unit: Unit) -> None:
+        end_patience(unit, monkeypatch)
         sizes.append(len(unit.messages))
         failing(RAISE.format("40P01"), 3)(unit)
 
@@ -642,12 +651,10 @@ def test_what_is_applied_between_or_settled_ends_the_row(transactional: Scene) -
 
 
 def told(caplog: pytest.LogCaptureFixture) -> list[str]:
-    """What people see, of the library."""
-    return [
-        each.getMessage()
-        for each in caplog.records
-        if each.levelno >= logging.WARNING and each.name.startswith("exactly_once")
-    ]
+    """What people see, of the library; without what it waits for at the start, which depends on the machine."""
+    records = [each for each in caplog.records if each.levelno >= logging.WARNING]
+    texts = [each.getMessage() for each in records if each.name.startswith("exactly_once")]
+    return [text for text in texts if not text.startswith("waiting for ")]
 
 
 def test_a_search_is_told_once_and_so_is_what_it_finds(make_scene: MakeScene, caplog: pytest.LogCaptureFixture) -> None:

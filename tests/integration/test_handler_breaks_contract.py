@@ -8,6 +8,7 @@ import contextlib
 import gc
 import threading
 from collections.abc import Callable, Iterator
+from inspect import unwrap
 from typing import Any
 from uuid import uuid4
 
@@ -544,7 +545,7 @@ def test_a_halt_that_does_not_reach_the_database_is_not_claimed(
     consumer = scene.consumer()
     unit = next(iter(consumer))
     with psycopg.connect(scene.conninfo) as other:
-        monkeypatch.setattr(Ledger._changing, "__kwdefaults__", {"lock_seconds": 0.1, "is_durable": True})
+        monkeypatch.setattr(unwrap(Ledger._changing), "__kwdefaults__", {"lock_seconds": 0.1, "is_durable": True})
         expected = r"NOT halted: .*could not be halted in the ledger: .*lock"
         with pytest.raises(HandlerCommitted, match=expected) as raised, unit:
             other.execute("SELECT FROM exactly_once.ledger WHERE group_id = %s FOR UPDATE", (scene.topic,))

@@ -134,7 +134,7 @@ def test_lost_commit_is_found_out(scene: Scene, units: Units, own: Own) -> None:
         fault = scene.proxy.cut_after("^COMMIT")
         with pytest.raises(psycopg.OperationalError):
             other.commit()
-        fault.wait(10)
+        fault.wait()
     finish(units, own)
     scene.assert_exact()
 
@@ -440,7 +440,7 @@ def test_sigterm_ends_a_loop_of_transactions_of_its_own_in_good_order(scene: Sce
         assert worker.stdout is not None
         worker.stdout.readline()
         worker.send_signal(signal.SIGTERM)
-        worker.communicate(timeout=40)
+        worker.communicate(timeout=90)
     assert worker.returncode == 0
     (offset,) = scene.ledger("next_offset")
     assert offset > 0
@@ -481,7 +481,7 @@ def test_a_lost_connection_of_another_role_is_waited_for_and_the_missing_right_i
     with ThreadPoolExecutor(1) as pool:
         ending = pool.submit(end_it)
         again = next(units)
-        ending.result(20)
+        ending.result(60)
     assert again.attempt == 2
     assert caplog.text.count("may not end it") == 1
     assert "GRANT pg_signal_backend" in caplog.text

@@ -16,12 +16,14 @@ import pytest
 from exactly_once import LedgerRowMissing, OwnedByConsumer, OwnedBySpark
 from exactly_once._model import Advance, OwnerKind, Partition, Row
 from exactly_once.kafka.admin import Cluster
-from exactly_once.ledger.rows import Ledger
+from exactly_once.ledger.rows import LOCK_SECONDS, Ledger
 from exactly_once.ledger.session import Session, connector, cursor_on
 from exactly_once.ledger.sql import query
 from exactly_once.ledger.start import StartOffsets
 from tests.support.seeds import first_seed
 from tests.support.waiting import until
+
+pytestmark = pytest.mark.usefixtures("unhurried_locks")
 
 MakeOwner = Callable[..., Ledger]
 
@@ -102,7 +104,7 @@ def test_acquire_waits_for_an_advance_and_returns_what_became_of_it(
     wait_until_blocked(db, new)
     assert not taken.done()
     old.session.connection.execute(end.encode())
-    (found,) = taken.result(10)
+    (found,) = taken.result(60)
     assert found.next_offset == (10 if end == "COMMIT" else 0)
     assert found.owner_epoch == row.owner_epoch + 1
     assert found.previous_instance == old.session.instance
@@ -122,7 +124,7 @@ def test_read_waits_for_an_advance_that_is_open(
     wait_until_blocked(db, reader)
     assert not reading.done()
     owner.session.connection.execute(end.encode())
-    (found,) = reading.result(10)
+    (found,) = reading.result(60)
     assert found.next_offset == (10 if end == "COMMIT" else 0)
 
 
@@ -143,7 +145,7 @@ def test_acquire_waits_for_a_bounded_time(make_owner: MakeOwner, name: str) -> N
     (row,) = old.acquire(partitions)
     advance(old, [to(row, 10)], commit=False)
     with pytest.raises(psycopg.errors.LockNotAvailable):
-        new.acquire(partitions)
+        new.acquire(partitions, lock_seconds=LOCK_SECONDS)
     old.session.connection.execute("COMMIT")
     (found,) = new.acquire(partitions)
     assert (found.next_offset, found.owner_epoch) == (10, row.owner_epoch + 1)
@@ -172,7 +174,7 @@ def test_an_advance_that_waits_for_an_acquisition_is_refused(
         late = in_background(advance, old, [to(row, 10)])
         with psycopg.connect(db.info.dsn, password=db.info.password, autocommit=True) as looking:
             wait_until_blocked(looking, old)
-    error = late.exception(10)
+    error = late.exception(60)
     assert isinstance(error, psycopg.Error)
     assert error.sqlstate == "EO001"
 
@@ -250,10 +252,10 @@ def test_resolve_waits_for_an_advance_that_came_first(
     assert row.owner_token is not None
     advance(old_backend, [to(row, 10)], commit=False)
     assert not owner.session.connection.closed
-    resolving = in_background(owner.resolve, partitions, [row.owner_token], lock_seconds=10)
+    resolving = in_background(owner.resolve, partitions, [row.owner_token], lock_seconds=60)
     wait_until_blocked(db, owner)
     old_backend.session.connection.execute("COMMIT")
-    (resolved,) = resolving.result(10)
+    (resolved,) = resolving.result(60)
     assert resolved.next_offset == 10
 
 
