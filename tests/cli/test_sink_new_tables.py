@@ -279,7 +279,7 @@ def test_a_table_that_cannot_be_made_is_told_with_the_way_out(
     for number, (options, value, said) in enumerate(CANNOT_BE):
         topic = create_topic(bootstrap_servers, 1, name=f"{name}-{number}")
         producer.produce(topic, value if isinstance(value, str) else json.dumps(value))
-        producer.flush(30)
+        producer.flush(60)
         result = operate("sink", "--topic", topic, "--table", name, "--create-table", "--until-end", *options)
         assert result.code == 1
         assert said in result.err

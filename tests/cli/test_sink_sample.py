@@ -205,7 +205,7 @@ def test_a_topic_that_is_empty_is_waited_for(
             assert f"waiting for a first message of {source}" in process.stderr.readline()
             producer = Producer({"bootstrap.servers": bootstrap_servers})
             producer.produce(source, json.dumps({"id": 1}).encode())
-            assert producer.flush(30) == 0
+            assert producer.flush(60) == 0
             there = "SELECT to_regclass(%s) IS NOT NULL"
             until(lambda: db.execute(there, (source,)).fetchone() == (True,), 60, "the table")
             until(lambda: rows(db, source, "id") == [(1,)], 60, "the row")

@@ -321,11 +321,11 @@ def test_worker_may_neither_write_to_its_topic_nor_make_one(secured: Secured, to
     producer = Producer(secured.kafka())
     errors: list[Any] = []
     producer.produce(topic, b"mine", on_delivery=lambda error, _: errors.append(error))
-    assert producer.flush(30) == 0
+    assert producer.flush(60) == 0
     assert "TOPIC_AUTHORIZATION_FAILED" in errors[0].name()
     admin = AdminClient(secured.kafka())
     with pytest.raises(KafkaException, match="AUTHORIZATION_FAILED"):
-        admin.create_topics([NewTopic("mine", num_partitions=1)])["mine"].result(30)
+        admin.create_topics([NewTopic("mine", num_partitions=1)])["mine"].result(60)
 
 
 def _make_roles(secured: Secured) -> None:
@@ -348,7 +348,7 @@ def _make_user(secured: Secured) -> None:
     for future in admin.alter_user_scram_credentials(
         [UserScramCredentialUpsertion(WORKER, credential, password)]
     ).values():
-        future.result(30)
+        future.result(60)
 
 
 def _allow(secured: Secured, kind: ResourceType, name: str) -> None:
@@ -356,4 +356,4 @@ def _allow(secured: Secured, kind: ResourceType, name: str) -> None:
     admin = AdminClient({"bootstrap.servers": secured.operator_servers})
     rule = (f"User:{WORKER}", "*", AclOperation.READ, AclPermissionType.ALLOW)
     for future in admin.create_acls([AclBinding(kind, name, ResourcePatternType.LITERAL, *rule)]).values():
-        future.result(30)
+        future.result(60)

@@ -131,7 +131,7 @@ class Running:
         producer = Producer({"bootstrap.servers": self._servers})
         for number in range(self.produced, self.produced + MESSAGES):
             producer.produce(self.app.topic, json.dumps(self.app.make_message(number)), partition=number % PARTITIONS)
-        assert producer.flush(30) == 0
+        assert producer.flush(60) == 0
         self.produced += MESSAGES
 
     def run(self, file: str, how_to_stop: signal.Signals) -> int:

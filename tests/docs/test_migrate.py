@@ -142,7 +142,7 @@ def test_connector_goes_over_and_every_message_is_stored_once(
         for amount in range((count - 1) * MESSAGES, count * MESSAGES):
             value = {"schema": schema, "payload": {"amount": amount}}
             producer.produce(name, json.dumps(value), partition=amount % PARTITIONS)
-        assert producer.flush(30) == 0
+        assert producer.flush(60) == 0
         run(command, lambda: payment(count * MESSAGES), signal.SIGTERM, tmp_path)  # noqa: B023 - called at once
         group = f"connect-{name}-to-table"
         assert committed(bootstrap_servers, group, name) == count * MESSAGES

@@ -66,21 +66,21 @@ def client(kafka: embedded.Kafka) -> dict[str, Any]:
 def create_topic(kafka: embedded.Kafka, replicas: int = 1) -> str:
     topic = f"t-{uuid4().hex[:8]}"
     admin = AdminClient(client(kafka))
-    admin.create_topics([NewTopic(topic, 1, replicas)])[topic].result(30)
+    admin.create_topics([NewTopic(topic, 1, replicas)])[topic].result(60)
     return topic
 
 
 def produce(kafka: embedded.Kafka, topic: str, value: bytes) -> None:
     producer = Producer(client(kafka) | {"acks": "all"})
     producer.produce(topic, value)
-    assert producer.flush(30) == 0
+    assert producer.flush(60) == 0
 
 
 def consume(kafka: embedded.Kafka, topic: str, **configuration: Any) -> bytes | None:
     group = {"group.id": uuid4().hex, "auto.offset.reset": "earliest"}
     consumer = Consumer(client(kafka) | group | configuration)
     consumer.subscribe([topic])
-    message = until(lambda: consumer.poll(0.2), 30, "a message")
+    message = until(lambda: consumer.poll(0.2), 60, "a message")
     consumer.close()
     assert message is not None
     return message.value()
@@ -194,8 +194,9 @@ def test_three_brokers_survive_the_loss_of_one() -> None:
         kafka.kill(2)
         produce(kafka, topic, b"two of three")
         kafka.restart(2)
-        brokers = AdminClient(client(kafka)).list_topics(timeout=60).brokers
-        assert set(brokers) == {1, 2, 3}
+        admin = AdminClient(client(kafka))
+        # The others may hear later than it that it is back.
+        until(lambda: set(admin.list_topics(timeout=60).brokers) == {1, 2, 3}, 60, "three brokers")
         assert consume(kafka, topic) == b"two of three"
 
 
@@ -239,7 +240,7 @@ def test_postgres_and_its_sessions_stand_still_when_pause_returns(postgres: embe
             stands = {pid: is_frozen(pid) for pid in family}
             postgres.resume()
             assert all(stands.values()), stands
-            assert [each.result(30) for each in busy] == [(7,)] * 4
+            assert [each.result(60) for each in busy] == [(7,)] * 4
 
 
 def test_postgres_gets_its_settings(place: Path) -> None:
@@ -539,7 +540,7 @@ def lives(process: psutil.Process) -> bool:
     return False
 
 
-@pytest.mark.parametrize("words", [(), ("fork", "30")], ids=["alone", "with a fork that holds the pipe"])
+@pytest.mark.parametrize("words", [(), ("fork", "600")], ids=["alone", "with a fork that holds the pipe"])
 def test_a_killed_owner_leaves_no_orphan_and_no_data(words: tuple[str, ...]) -> None:
     owner, family, places = start_owner(*words)
     forked = [each for each in psutil.Process(owner.pid).children() if "-c" in each.cmdline()]
@@ -570,9 +571,12 @@ def test_ctrl_c_reaches_the_owner_and_not_the_servers() -> None:
     owner, family, _ = start_owner()
     assert owner.stdout is not None
     try:
+        # Without the servers' children, which come and go.
+        guards = psutil.Process(owner.pid).children()
+        staying = [*guards, *(server for guard in guards for server in guard.children())]
         os.killpg(owner.pid, signal.SIGINT)
         assert owner.stdout.readline() == "True\n"
-        assert all(each.is_running() for each in family)
+        assert [lives(each) for each in staying] == [True] * 4
     finally:
         owner.kill()
         owner.wait(60)
