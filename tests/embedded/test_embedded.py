@@ -11,6 +11,7 @@ import os
 import re
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -28,7 +29,7 @@ from confluent_kafka.admin import AdminClient
 from confluent_kafka.cimpl import NewTopic
 
 from exactly_once import embedded
-from exactly_once.embedded import broker, jars, programs
+from exactly_once.embedded import broker, jars, ports, programs
 from exactly_once.embedded.ports import free_port
 from exactly_once.embedded.process import is_frozen
 from tests.support.waiting import until
@@ -181,11 +182,30 @@ def test_a_broker_whose_port_another_one_has_taken_is_not_taken_for_up(
     kafka: embedded.Kafka, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of two that were started at once, the one was then used for both."""
-    ports = iter([kafka.port(), free_port()])
-    monkeypatch.setattr("exactly_once.embedded.kafka.free_port", lambda: next(ports))
+    chosen = iter([kafka.port(), free_port()])
+    monkeypatch.setattr("exactly_once.embedded.kafka.free_port", lambda: next(chosen))
     with pytest.raises(embedded.StartError, match="Kafka broker 1 "):
         embedded.Kafka().start()
     assert kafka.is_running()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere a server could not listen on a port that is kept")
+def test_a_port_that_another_process_was_given_is_not_given_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its server is not up yet, or stopped and to come back. Two that chose alike were not noticed until one failed."""
+    choose = (
+        "import time; from exactly_once.embedded import ports; print(ports.free_port(), flush=True); time.sleep(600)"
+    )
+    with python("-c", choose) as other:
+        try:
+            assert other.stdout is not None
+            port = int(other.stdout.readline())
+            monkeypatch.setattr(ports, "_CANDIDATES", range(port, port + 1))
+            monkeypatch.setattr(ports, "_TRIES", 1)
+            with pytest.raises(embedded.EmbeddedError, match="no free port"):
+                free_port()
+            socket.create_server(("127.0.0.1", port)).close()
+        finally:
+            other.kill()
 
 
 def test_three_brokers_survive_the_loss_of_one() -> None:
