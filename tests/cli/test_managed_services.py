@@ -69,7 +69,7 @@ def oauth_servers() -> Iterator[str]:
         kafka.start(wait=False)  # how it waits has no token
         settings = {**LOGIN_SETTINGS, "bootstrap.servers": kafka.bootstrap_servers, "oauth_cb": token}
         admin = AdminClient(settings)
-        until(lambda: _answers(admin), 60, "the broker")
+        until(lambda: _answers(admin), 120, "the broker")
         admin.create_topics([NewTopic("letters", 2, 1)])["letters"].result(60)
         producer = Producer(settings)
         for number in range(30):
@@ -186,12 +186,12 @@ def test_a_consumer_outlives_its_tokens(oauth_servers: str, make_consumer: MakeC
     for _ in range(2):
         before = len(made)
         # Two clients, whose tokens live for a second and a half: each has had another one by then.
-        until(lambda: not list(consumer.units(idle_seconds=3)) and len(made) >= before + 4, 60, "more tokens")  # noqa: B023
+        until(lambda: not list(consumer.units(idle_seconds=3)) and len(made) >= before + 4, 120, "more tokens")  # noqa: B023
         producer.produce(name, b"late")
         assert producer.flush(60) == 0
         with next(consumer.units()) as unit:
             assert [m.value() for m in unit.messages] == [b"late"]
-    until(lambda: _describes(consumer, name), 30, "the consumer's own questions to be answered")
+    until(lambda: _describes(consumer, name), 120, "the consumer's own questions to be answered")
 
 
 def test_commands_that_need_the_database_only_connect_by_the_function(command: Command, file: Path) -> None:

@@ -303,7 +303,6 @@ def workers_of(process: subprocess.Popen[Any]) -> list[psutil.Process]:
     return workers
 
 
-@pytest.mark.timeout(900)
 @pytest.mark.parametrize(
     ("mode", "kills"), [("append", 3), ("insert-ignore", 3), pytest.param("upsert", 12, marks=pytest.mark.slow)]
 )
@@ -339,7 +338,7 @@ def test_killed_workers_leave_the_table_as_the_topic_says(
                 victim = chance.choice(workers_of(process))
                 victim.kill()
                 victim.wait(60)
-                until(lambda: len(workers_of(process)) == 2, 60, "another one in its place")
+                until(lambda: len(workers_of(process)) == 2, 120, "another one in its place")
             until(lambda: applied() == count, 120, "the end")
             process.send_signal(signal.SIGTERM)
             _, errors = process.communicate(timeout=120)
@@ -407,7 +406,7 @@ def test_workers_end_with_the_process_that_started_them(
     with subprocess.Popen(command, stderr=subprocess.DEVNULL) as process:
         workers: list[psutil.Process] = []
         try:
-            until(lambda: db.execute(owners, (source,)).fetchone() == (2,), 60, "both workers at work")
+            until(lambda: db.execute(owners, (source,)).fetchone() == (2,), 120, "both workers at work")
             workers = workers_of(process)
             process.kill()
             _, alive = psutil.wait_procs(workers, timeout=60)

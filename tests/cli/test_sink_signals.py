@@ -104,7 +104,7 @@ def test_a_restart_after_a_kill_goes_on_at_once(
 ) -> None:
     """Well before the group's session time-out, for which members that died keep their partitions."""
     with start("--workers", workers, *long_session) as sink:
-        until(has(db, source, 10), 60, "the first messages")
+        until(has(db, source, 10), 120, "the first messages")
         # The workers of the first one end with it, in order, or are killed as well.
         killed = workers_of(sink.process)
         sink.signal(signal.SIGKILL)
@@ -127,7 +127,7 @@ def test_a_member_that_ends_in_order_leaves_its_partitions_to_others(
     long_session: tuple[str, str],
 ) -> None:
     with start(*long_session) as sink:
-        until(has(db, source, 10), 60, "the first messages")
+        until(has(db, source, 10), 120, "the first messages")
         sink.signal(signal.SIGTERM)
         assert sink.ended() == 0, sink.said
     with make_consumer({"group.id": source}) as consumer:
@@ -144,7 +144,7 @@ def test_two_sinks_of_one_group_and_machine_are_two_members(
     start: Start, source: str, db: Database, bootstrap_servers: str
 ) -> None:
     with start() as one, start() as other:
-        until(lambda: db.execute(OWNERS, (source,)).fetchone() == (2,), 60, "both at work")
+        until(lambda: db.execute(OWNERS, (source,)).fetchone() == (2,), 120, "both at work")
         for sink in (one, other):
             sink.signal(signal.SIGTERM)
             assert sink.ended() == 0, sink.said
@@ -160,11 +160,11 @@ def test_what_a_stop_waits_for_is_bounded_and_told(
         start("--stop-seconds", "0.5", "--workers", workers) as sink,
         psycopg.connect(conninfo) as blocker,
     ):
-        until(has(db, source, 10), 60, "the first messages")
-        until(lambda: db.execute(OWNERS, (source,)).fetchone() == (int(workers),), 60, "every worker at work")
+        until(has(db, source, 10), 120, "the first messages")
+        until(lambda: db.execute(OWNERS, (source,)).fetchone() == (int(workers),), 120, "every worker at work")
         blocker.execute(f"LOCK TABLE {source} IN SHARE MODE")
         send(bootstrap_servers, source, payments(4))
-        until(lambda: db.execute(waits, (source,)).fetchone() != (0,), 60, "a unit that waits for the lock")
+        until(lambda: db.execute(waits, (source,)).fetchone() != (0,), 120, "a unit that waits for the lock")
         sink.signal(signal.SIGTERM)
         assert sink.ended() == 143, sink.said
         assert "for which at most 0.5 s are waited" in sink.said
@@ -212,7 +212,7 @@ def test_a_stop_of_workers_that_have_not_begun(
         db.execute(f"ALTER TABLE {source} ADD CHECK ({lock} IS NOT NULL)")
     with psycopg.connect(conninfo) as blocker, start("--workers", "2", *more) as sink:
         blocker.execute(f"SELECT {lock}")
-        until(lambda: len(workers_of(sink.process)) == 2, 60, "the workers")
+        until(lambda: len(workers_of(sink.process)) == 2, 120, "the workers")
         sink.signal(signal.SIGTERM)
         assert sink.ended() == code, sink.said
 
@@ -238,9 +238,9 @@ def test_messages_that_are_set_aside_again_behind_a_reset_are_named_again(
         return sorted(Counter(found).values())
 
     with start("--on-poison", "dead-letter") as sink:
-        until(lambda: db.execute(letters, (source,)).fetchone() == (2,) and named() == [1, 1], 60, "two dead letters")
+        until(lambda: db.execute(letters, (source,)).fetchone() == (2,) and named() == [1, 1], 120, "two dead letters")
         assert operate("reset", "--topic", source, "--to-earliest", "--execute").code == 0
-        until(has(db, source, 20), 60, "all messages again")
-        until(lambda: named() == [2, 2], 60, "both to be named again")
+        until(has(db, source, 20), 120, "all messages again")
+        until(lambda: named() == [2, 2], 120, "both to be named again")
         sink.signal(signal.SIGTERM)
         assert sink.ended() == 0, sink.said

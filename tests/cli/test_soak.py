@@ -28,7 +28,6 @@ MESSAGES = 12
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)  # half a minute on an idle machine
 @pytest.mark.usefixtures("own_servers")
 def test_a_few_seconds_of_faults_lose_and_double_nothing() -> None:
     seed = first_seed()
@@ -46,7 +45,6 @@ def test_a_few_seconds_of_faults_lose_and_double_nothing() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)
 @pytest.mark.usefixtures("own_servers")
 def test_a_soak_that_is_interrupted_ends_with_what_it_counted() -> None:
     command = [sys.executable, "-m", "exactly_once.cli", "soak", "--minutes", "10", "--seed", "7", "--json"]

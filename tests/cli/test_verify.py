@@ -149,7 +149,7 @@ def test_a_pipeline_in_the_background_is_injured_and_ended(
     assert verdict["ended"] == 0
     # One that is killed before it is in the background leaves no file.
     assert 2 < len(started) <= 2 + verdict["faults"]["kill"]
-    until(lambda: not any(map(psutil.pid_exists, started)), 60, "the processes to be reaped")
+    until(lambda: not any(map(psutil.pid_exists, started)), 120, "the processes to be reaped")
 
 
 @pytest.mark.usefixtures("copy")
@@ -162,10 +162,10 @@ def test_a_pipeline_ends_with_verify_however_that_ends(
     where = ["--bootstrap-servers", bootstrap_servers, "--conninfo", conninfo, "--topic", name]
     effects = ["--effects", f'SELECT n, count(*) FROM "{name}" GROUP BY 1']
     with subprocess.Popen([*words, *where, *effects], cwd=tmp_path) as process:
-        until(lambda: len(list(tmp_path.glob("pid-*"))) == 2, 60, "the pipeline to start")
+        until(lambda: len(list(tmp_path.glob("pid-*"))) == 2, 120, "the pipeline to start")
         process.kill()
     started = [int(path.name.removeprefix("pid-")) for path in tmp_path.glob("pid-*")]
-    until(lambda: not any(map(psutil.pid_exists, started)), 60, "the pipeline to end")
+    until(lambda: not any(map(psutil.pid_exists, started)), 120, "the pipeline to end")
 
 
 def test_a_process_that_has_ended_by_itself_is_not_taken_for_injured(tmp_path: Path) -> None:
@@ -174,7 +174,7 @@ def test_a_process_that_has_ended_by_itself_is_not_taken_for_injured(tmp_path: P
     with (tmp_path / "log").open("w+b") as log, Pipeline(["sleep", "600"], 1, log) as living:
         assert living.kill(chance)
         with Pipeline(["true"], 1, log) as ending:
-            until(lambda: not ending.kill(chance), 60, "a process that has ended by itself")
+            until(lambda: not ending.kill(chance), 120, "a process that has ended by itself")
             assert not ending.pause(chance)
             ending.work(0.1)
             assert ending.ended > 0

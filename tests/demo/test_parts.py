@@ -258,7 +258,7 @@ def test_the_password_is_not_on_the_command_line_of_sparks_driver(monkeypatch: p
     until(lambda: driver.reached == len(order.to_line()) + 1, 60, "the driver to have its order")
     driver._process.stdin.close()
     until(lambda: driver.has_ended, 60, "the driver to end")
-    driver._reader.join(30)
+    driver._reader.join(60)
     driver._process.stdout.close()
 
 

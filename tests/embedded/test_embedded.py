@@ -611,7 +611,7 @@ def run_users_tests(directory: Path, tests: str, **environment: str) -> str:
     (directory / "conftest.py").write_text(USERS_CONFTEST)
     (directory / "test_users.py").write_text(textwrap.dedent(tests))
     run = python("-m", "pytest", "-p", "no:cacheprovider", directory, **environment)
-    output, _ = run.communicate(timeout=280)
+    output, _ = run.communicate(timeout=600)
     assert run.returncode == 0, output
     return output
 
