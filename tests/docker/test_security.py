@@ -186,9 +186,9 @@ def test_worker_with_the_least_rights_ends_a_frozen_owner(topic: str, make_crew:
     frozen.wait("failpoint")
     frozen.wait_stopped()
     heir = crew.start(options={"max_messages": 50})
-    crew.until_applied(MESSAGES, 60)
+    crew.until_applied(MESSAGES)
     frozen.cont()
-    frozen.wait("redelivered", 60)
+    frozen.wait("redelivered")
     crew.end_well(heir, frozen)
     crew.assert_exact()
 
@@ -202,7 +202,7 @@ def test_worker_goes_through_a_pooler_with_tls_on_both_sides(
     frozen.wait("failpoint")
     frozen.wait_stopped()
     heir = crew.start(conninfo=pooled, options={"max_messages": 50})
-    crew.until_applied(MESSAGES, 60)
+    crew.until_applied(MESSAGES)
     frozen.cont()
     crew.end_well(heir, frozen)
     crew.assert_exact()
@@ -310,8 +310,8 @@ def test_worker_says_why_kafka_does_not_let_it_in(
         changes = {**changes, "ssl.ca.location": str(secured.folder / changes["ssl.ca.location"])}
     crew = make_crew(topic)
     kafka = {**crew.kafka, **changes}
-    worker = crew.start(ready=False, kafka=kafka, options={"startup_seconds": 6})
-    failed = worker.wait("failed", 60)
+    worker = crew.start(ready=False, kafka=kafka, options={"startup_seconds": 20})
+    failed = worker.wait("failed")
     assert failed["error"] == "BrokerUnreachable"
     assert re.search(reason, failed["text"]), failed["text"]
 
