@@ -14,6 +14,7 @@ import sys
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
+from multiprocessing.context import SpawnProcess
 from pathlib import Path
 from typing import Any
 
@@ -215,6 +216,22 @@ def test_a_stop_of_workers_that_have_not_begun(
         until(lambda: len(workers_of(sink.process)) == 2, 120, "the workers")
         sink.signal(signal.SIGTERM)
         assert sink.ended() == code, sink.said
+
+
+def test_a_stop_while_workers_are_started_reaches_each(
+    operate: Command, source: str, db: Database, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those that it had come too early for worked on, until they were killed after three quarters of a minute."""
+    start = SpawnProcess.start
+
+    def start_and_interrupt(process: SpawnProcess) -> None:
+        start(process)
+        signal.raise_signal(signal.SIGTERM)
+
+    monkeypatch.setattr(SpawnProcess, "start", start_and_interrupt)
+    options = ("--workers", "2", "--start", "earliest", "--until-end")
+    result = operate("sink", "--topic", source, "--table", source, *options)
+    assert (result.code, rows(db, source)) == (143, []), result.err
 
 
 def test_records_are_one_stream_of_json_to_the_end(start: Start, source: str, db: Database) -> None:
