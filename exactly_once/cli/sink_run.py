@@ -214,7 +214,8 @@ class Crew:
         code = 0
         try:
             with every(progress.seconds, progress.tell):
-                self._workers = [self._start() for _ in range(self._task.run.workers)]
+                for _ in range(self._task.run.workers):
+                    self._start()
                 while self._workers:
                     wait([*(w.sentinel for w in self._workers), *self._open()], timeout=_PAUSE_SECONDS)
                     self._receive()
@@ -230,7 +231,7 @@ class Crew:
                             logger.warning("worker %s died of signal %s; another takes its place", worker.pid, -ended)
                             time.sleep(_PAUSE_SECONDS)
                             if self._kill_at is None:  # no signal came meanwhile
-                                self._workers.append(self._start())
+                                self._start()
                         elif ended > 0:
                             logger.error("worker %s failed; stopping the others", worker.pid)
                             self._stop(signal.SIGTERM, None)
@@ -262,13 +263,15 @@ class Crew:
                 connection.close()
                 self._counts[connection] = replace(self._counts[connection], owned=0, lag={})
 
-    def _start(self) -> SpawnProcess:
+    def _start(self) -> None:
         ours, theirs = self._context.Pipe(duplex=False)
         worker = self._context.Process(target=work_alone, args=(self._task, theirs))
         worker.start()
+        self._workers.append(worker)
+        if self._kill_at is not None:  # a signal that came before it was among them
+            worker.terminate()
         theirs.close()  # or its end would not be noticed
         self._counts[ours] = Counts()
-        return worker
 
     def _stop(self, number: int, frame: FrameType | None) -> None:
         self._kill_at = self._kill_at or time.monotonic() + self._task.run.stop_seconds + _CLOSE_SECONDS

@@ -25,7 +25,7 @@ OPENING_BALANCE = 1_000
 _REGRETTED = 5  # payments of a transaction that is aborted: they are in the log and must take no effect
 _NETWORKS = ("visa", "mastercard", "amex")
 _ROOM_SECONDS = 0.1  # less than a viewer notices; a report of delivery ends the wait
-_SECONDS = 30  # longer than a broker on a busy machine takes to answer
+_SECONDS = 120  # longer than a broker on a busy machine takes to answer
 
 _CREATE = """
     CREATE SCHEMA {schema};

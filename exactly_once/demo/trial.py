@@ -164,8 +164,8 @@ class Trial:
                 self._display.log(f"two workers are ready; {setting.messages:,} payments come in while faults strike")
                 for fault in setting.faults:
                     self._publish()
-                    self._faults_left -= 1
                     self._inflict(fault)
+                    self._faults_left -= 1
                 self._publish()
                 self._display.log("no more faults; applying what is left")
                 while not self._is_drained():
@@ -184,7 +184,11 @@ class Trial:
         return self.tally
 
     def _publish(self) -> bool:
-        """Let the next portion come in, an equal share for each fault to come; return whether there was one."""
+        """Let the next portion come in; return whether there was one.
+
+        It is an equal share for each fault and for the time behind them. While a victim is fed, its own fault is still
+        to come: so what is left does not go to the other worker at once.
+        """
         left = self._setting.messages - self._publisher.published
         if left > 0:
             self._publisher.publish(-(-left // (self._faults_left + 1)))

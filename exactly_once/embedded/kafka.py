@@ -172,7 +172,7 @@ class Kafka:
         def knows_all(node: broker.Node) -> bool:
             with AdminClient({"bootstrap.servers": f"127.0.0.1:{node.port}", "log_level": 0}) as client:
                 try:
-                    found = client.list_topics(timeout=2)
+                    found = client.list_topics(timeout=10)
                 except KafkaException:
                     return False
             # Another process may have taken the port meanwhile: ours ends then, and its broker is not to be used.

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import random
 import socket
+import sys
 
 from .errors import EmbeddedError
 
@@ -18,16 +18,22 @@ _given: set[int] = set()  # by this process: its servers are not up yet, or stop
 
 
 def free_port() -> int:
-    """Choose a port of 127.0.0.1 that nobody listens on and that was not given before."""
+    """Choose a port of 127.0.0.1 that nobody listens on and that was not given before; on Linux, to no process."""
     for port in _random.sample(_CANDIDATES, _TRIES):
         if port in _given:
             continue
-        with socket.socket() as candidate, contextlib.suppress(OSError):
-            # As servers do: a connection of the last one that lingers keeps nobody from listening.
-            candidate.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            candidate.bind(("127.0.0.1", port))
-            _given.add(port)
-            return port
+        with socket.socket() as candidate:
+            try:
+                candidate.bind(("127.0.0.1", port))
+            except OSError:
+                continue
+            if sys.platform == "linux":
+                # Kept until this process ends. There a server, which sets this option, may listen beside a socket that
+                # only has it and the port, while the bind above, without the option, fails in every other process.
+                candidate.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                candidate.detach()
+        _given.add(port)
+        return port
     raise EmbeddedError(f"no free port between {_CANDIDATES.start} and {_CANDIDATES.stop} on 127.0.0.1")
 
 

@@ -9,15 +9,13 @@ from typing import Any
 import psycopg
 import pytest
 from confluent_kafka import Consumer, Producer, TopicPartition
-from confluent_kafka.admin import AdminClient
 
 from exactly_once import ClusterChanged, Fenced, TopicRecreated
 from exactly_once.demo.journal import scan
 from exactly_once.embedded import Kafka
 from tests.cli.conftest import PARTITIONS, Command, audit, ledger, offsets, read_to_end, suggested
 from tests.conftest import MakeConsumer
-from tests.support.topics import create_topic, produce
-from tests.support.waiting import until
+from tests.support.topics import create_topic, delete_topic, produce
 
 Db = psycopg.Connection[Any]
 
@@ -25,9 +23,7 @@ Db = psycopg.Connection[Any]
 @pytest.fixture
 def recreated(consumed: str, bootstrap_servers: str) -> str:
     """A topic that was deleted and made again with six messages and one partition more."""
-    admin = AdminClient({"bootstrap.servers": bootstrap_servers})
-    admin.delete_topics([consumed])[consumed].result(30)
-    until(lambda: consumed not in admin.list_topics(timeout=10).topics, 30, "the topic's end")
+    delete_topic(bootstrap_servers, consumed)
     create_topic(bootstrap_servers, 3, name=consumed)
     produce(bootstrap_servers, consumed, 6, 3)
     return consumed
@@ -121,7 +117,7 @@ def copy(source: str, target: str, topic: str, *, without: int) -> None:
     for record in scan(source, topic):
         if record.offset >= without:
             producer.produce(topic, record.value, record.key, partition=record.partition)
-    assert producer.flush(30) == 0
+    assert producer.flush(60) == 0
 
 
 @pytest.mark.fault("C6", more=True)

@@ -189,7 +189,7 @@ def test_bytes_that_are_no_text_are_shown_in_base64(
     producer = Producer({"bootstrap.servers": bootstrap_servers})
     headers: list[tuple[str, str | bytes | None]] = [("h", b"\xff"), ("h", None)]
     producer.produce(topic, b"\xfe\x00", b"key", partition=1, headers=headers)
-    producer.flush(30)
+    producer.flush(60)
     with make_consumer() as consumer:
         consumer.subscribe([topic])
         for unit in consumer.units(until_end=True):

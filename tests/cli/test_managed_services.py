@@ -32,13 +32,11 @@ ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples" / "managed_services"
 HOW_TO = ROOT / "docs" / "how-to" / "managed-services.md"
 LOGIN = "org.apache.kafka.common.security.oauthbearer.OAuthBearerLoginModule"
-TOKEN_SECONDS = 5.0
-"""Shorter than some of the tests, and than the time after which the broker asks again who is there."""
 
 
 def token(config: str) -> tuple[str, float]:
     """Make an unsigned token, which Kafka takes where no keys are configured."""
-    return token_for(TOKEN_SECONDS)
+    return token_for(60)  # a machine that stands still meanwhile must not let it expire
 
 
 def token_for(seconds: float) -> tuple[str, float]:
@@ -71,12 +69,12 @@ def oauth_servers() -> Iterator[str]:
         kafka.start(wait=False)  # how it waits has no token
         settings = {**LOGIN_SETTINGS, "bootstrap.servers": kafka.bootstrap_servers, "oauth_cb": token}
         admin = AdminClient(settings)
-        until(lambda: _answers(admin), 60, "the broker")
-        admin.create_topics([NewTopic("letters", 2, 1)])["letters"].result(30)
+        until(lambda: _answers(admin), 120, "the broker")
+        admin.create_topics([NewTopic("letters", 2, 1)])["letters"].result(60)
         producer = Producer(settings)
         for number in range(30):
             producer.produce("letters", json.dumps({"id": number}), partition=number % 2)
-        assert producer.flush(30) == 0
+        assert producer.flush(60) == 0
         yield kafka.bootstrap_servers
 
 
@@ -179,21 +177,21 @@ def test_a_consumer_outlives_its_tokens(oauth_servers: str, make_consumer: MakeC
         made.append(time.time())
         return token_for(1.5)
 
-    settings = {**LOGIN_SETTINGS, "bootstrap.servers": oauth_servers, "oauth_cb": short_lived}
+    settings = {**LOGIN_SETTINGS, "bootstrap.servers": oauth_servers, "oauth_cb": token}
     admin = AdminClient(settings)
-    admin.create_topics([NewTopic(name, 1, 1)])[name].result(30)
-    consumer = make_consumer(settings, start="earliest")
+    admin.create_topics([NewTopic(name, 1, 1)])[name].result(60)
+    consumer = make_consumer(settings | {"oauth_cb": short_lived}, start="earliest")
     consumer.subscribe([name])
     producer = Producer(settings)
     for _ in range(2):
         before = len(made)
-        # Several clients, whose tokens live for a second and a half: each has had another one by then.
-        until(lambda: not list(consumer.units(idle_seconds=3)) and len(made) >= before + 4, 60, "more tokens")  # noqa: B023
+        # Two clients, whose tokens live for a second and a half: each has had another one by then.
+        until(lambda: not list(consumer.units(idle_seconds=3)) and len(made) >= before + 4, 120, "more tokens")  # noqa: B023
         producer.produce(name, b"late")
-        assert producer.flush(30) == 0
+        assert producer.flush(60) == 0
         with next(consumer.units()) as unit:
             assert [m.value() for m in unit.messages] == [b"late"]
-    until(lambda: _describes(consumer, name), 30, "the consumer's own questions to be answered")
+    until(lambda: _describes(consumer, name), 120, "the consumer's own questions to be answered")
 
 
 def test_commands_that_need_the_database_only_connect_by_the_function(command: Command, file: Path) -> None:

@@ -86,7 +86,7 @@ def test_eight_processes_at_once_make_one_schema(postgres_conninfo: str, schema:
             subprocess.Popen(args, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
             for _ in range(PROCESSES)
         ]
-        until(lambda: _waiting(admin) == PROCESSES, 60, f"{PROCESSES} processes at the lock")
+        until(lambda: _waiting(admin) == PROCESSES, 120, f"{PROCESSES} processes at the lock")
     outcomes = [process.communicate(timeout=120) for process in processes]
     assert [process.returncode for process in processes] == [0] * PROCESSES, outcomes
     assert sum("ran migration" in out for out, _ in outcomes) == 1

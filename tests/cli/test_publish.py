@@ -28,7 +28,7 @@ def test_the_status_shows_what_filters_hold(
     with DedupProducer(kafka, dedup=SequenceFilter(), producer_name=name) as producer:
         for number in (1, 2):
             producer.produce(topic, b"x", sequence=number)
-        producer.flush(30)
+        producer.flush(60)
         # One that names a predecessor which never came: it lies beyond a gap.
         producer._client.produce(topic, b"x", headers=with_sequence(None, name, 3, 4))
     store = Store(conninfo)

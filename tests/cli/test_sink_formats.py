@@ -41,7 +41,7 @@ def send(bootstrap_servers: str, topic: str, pairs: Iterable[tuple[Any, Any]], h
     producer = Producer({"bootstrap.servers": bootstrap_servers})
     for key, value in pairs:
         producer.produce(topic, encoded(value), encoded(key), partition=0, headers=headers)
-    assert producer.flush(30) == 0
+    assert producer.flush(60) == 0
 
 
 @pytest.fixture

@@ -108,10 +108,10 @@ def test_topics_that_are_made_while_it_runs_get_tables(
 
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
         try:
-            until(lambda: filled(f"{name}_old", [(i,) for i in range(4)]), 60, "the first topic")
+            until(lambda: filled(f"{name}_old", [(i,) for i in range(4)]), 120, "the first topic")
             create_topic(bootstrap_servers, 2, name=f"{name}.new")
             send(bootstrap_servers, f"{name}.new", [(str(i), {"id": i, "v": "x"}) for i in range(50)])
-            until(lambda: filled(f"{name}_new", [(i,) for i in range(50)]), 60, "the new topic")
+            until(lambda: filled(f"{name}_new", [(i,) for i in range(50)]), 120, "the new topic")
         finally:
             process.terminate()
             _, errors = process.communicate(timeout=120)
@@ -133,9 +133,9 @@ def test_a_table_that_another_worker_is_making_is_taken(
         thread = threading.Thread(target=lambda: made.append(prepare(task, Flow(topics=(topic,), table=name))))
         thread.start()
         waits = "SELECT count(*) FROM pg_stat_activity WHERE wait_event_type = 'Lock' AND query LIKE %s"
-        until(lambda: db.execute(waits, (f"CREATE TABLE%{name}%",)).fetchone() == (1,), 30, "the other waits")
+        until(lambda: db.execute(waits, (f"CREATE TABLE%{name}%",)).fetchone() == (1,), 120, "the other waits")
         other.commit()
-    thread.join(30)
+    thread.join(120)
     assert [each.table for each in made] == [name]
 
 
@@ -154,7 +154,7 @@ def test_two_workers_add_the_same_columns_to_two_tables(
     file.write_text("\n".join(lines))
     command = [sys.executable, "-m", "exactly_once", "sink", "--config", str(file), "--conninfo", conninfo]
     command += ["--bootstrap-servers", bootstrap_servers, "--group-id", name]
-    done = subprocess.run(command, stderr=subprocess.PIPE, text=True, timeout=120, check=False)
+    done = subprocess.run(command, stderr=subprocess.PIPE, text=True, timeout=600, check=False)
     assert done.returncode == 0, done.stderr
     assert "dead letter" not in done.stderr
     for each in "ab":
@@ -176,9 +176,9 @@ def test_a_column_that_another_worker_is_adding_is_waited_for(name: str, conninf
         thread = threading.Thread(target=sink.write, args=(ours, sent))
         thread.start()
         waits = "SELECT count(*) FROM pg_stat_activity WHERE wait_event_type = 'Lock' AND query LIKE %s"
-        until(lambda: db.execute(waits, (f"ALTER TABLE%{name}%",)).fetchone() == (1,), 30, "ours waits")
+        until(lambda: db.execute(waits, (f"ALTER TABLE%{name}%",)).fetchone() == (1,), 120, "ours waits")
         other.commit()
-        thread.join(30)
+        thread.join(120)
         ours.commit()
     assert rows(db, name) == [(0, 7), (1, 2)]
 
@@ -232,7 +232,7 @@ def test_topics_that_show_no_columns_yet_do_not_hold_up_the_others(
     with subprocess.Popen(arguments, stderr=subprocess.PIPE, text=True) as process:
         try:
             send(bootstrap_servers, f"{name}-full", [("2", {"id": 2})], 1)
-            until(lambda: rows(db, f"{name}_full", "id") == [(1,), (2,)], 60, "the topic that has columns")
+            until(lambda: rows(db, f"{name}_full", "id") == [(1,), (2,)], 120, "the topic that has columns")
             for each in ("empty", "deleted"):
                 changes: list[Any] = [("1", None), ("7", {"id": 7, "v": each}), ("8", {"id": 8})]
                 send(bootstrap_servers, f"{name}-{each}", changes, 1)
@@ -279,7 +279,7 @@ def test_a_table_that_cannot_be_made_is_told_with_the_way_out(
     for number, (options, value, said) in enumerate(CANNOT_BE):
         topic = create_topic(bootstrap_servers, 1, name=f"{name}-{number}")
         producer.produce(topic, value if isinstance(value, str) else json.dumps(value))
-        producer.flush(30)
+        producer.flush(60)
         result = operate("sink", "--topic", topic, "--table", name, "--create-table", "--until-end", *options)
         assert result.code == 1
         assert said in result.err

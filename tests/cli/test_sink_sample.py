@@ -202,13 +202,13 @@ def test_a_topic_that_is_empty_is_waited_for(
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
         try:
             assert process.stderr is not None
-            assert f"waiting for a first message of {source}" in process.stderr.readline()
+            assert any(f"waiting for a first message of {source}" in line for line in process.stderr)
             producer = Producer({"bootstrap.servers": bootstrap_servers})
             producer.produce(source, json.dumps({"id": 1}).encode())
-            assert producer.flush(30) == 0
+            assert producer.flush(60) == 0
             there = "SELECT to_regclass(%s) IS NOT NULL"
-            until(lambda: db.execute(there, (source,)).fetchone() == (True,), 60, "the table")
-            until(lambda: rows(db, source, "id") == [(1,)], 60, "the row")
+            until(lambda: db.execute(there, (source,)).fetchone() == (True,), 120, "the table")
+            until(lambda: rows(db, source, "id") == [(1,)], 120, "the row")
         finally:
             process.terminate()
             process.communicate(timeout=120)

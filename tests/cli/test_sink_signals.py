@@ -1,5 +1,7 @@
 """Signals, kills and restarts of the sink command, in processes of their own."""
 
+# ruff: noqa: PLR0917 - fixtures and parameters are positional
+
 from __future__ import annotations
 
 import contextlib
@@ -12,6 +14,7 @@ import sys
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
+from multiprocessing.context import SpawnProcess
 from pathlib import Path
 from typing import Any
 
@@ -42,8 +45,8 @@ class Sink:
     def signal(self, number: int) -> None:
         self.process.send_signal(number)
 
-    def ended(self, seconds: float = 60) -> int:
-        return self.process.wait(seconds)
+    def ended(self) -> int:
+        return self.process.wait(180)
 
 
 class Start:
@@ -84,17 +87,25 @@ def start(bootstrap_servers: str, conninfo: str, source: str, tmp_path: Path) ->
     return Start(source, [*where, "--start", "earliest"], tmp_path)
 
 
+@pytest.fixture
+def long_session(tmp_path: Path) -> tuple[str, str]:
+    """An option with which a member that died keeps its partitions for longer than anything here is waited for."""
+    file = tmp_path / "long-session.toml"
+    file.write_text("[kafka]\nsession.timeout.ms = 300000\n")
+    return "--config", str(file)
+
+
 def has(db: Database, table: str, count: int) -> Any:
     return lambda: len(rows(db, table)) == count
 
 
 @pytest.mark.parametrize("workers", ["1", "2"])
 def test_a_restart_after_a_kill_goes_on_at_once(
-    workers: str, start: Start, source: str, db: Database, bootstrap_servers: str
+    workers: str, start: Start, source: str, db: Database, bootstrap_servers: str, long_session: tuple[str, str]
 ) -> None:
-    """Well before the group's session time-out of 45 seconds, for which members that died keep their partitions."""
-    with start("--workers", workers) as sink:
-        until(has(db, source, 10), 60, "the first messages")
+    """Well before the group's session time-out, for which members that died keep their partitions."""
+    with start("--workers", workers, *long_session) as sink:
+        until(has(db, source, 10), 120, "the first messages")
         # The workers of the first one end with it, in order, or are killed as well.
         killed = workers_of(sink.process)
         sink.signal(signal.SIGKILL)
@@ -102,23 +113,28 @@ def test_a_restart_after_a_kill_goes_on_at_once(
             worker.kill()
         assert sink.ended() == -signal.SIGKILL
     send(bootstrap_servers, source, payments(10))
-    with start("--workers", workers) as sink:
-        until(has(db, source, 20), 40, "the next ones")
+    with start("--workers", workers, *long_session) as sink:
+        until(has(db, source, 20), 120, "the next ones")
         sink.signal(signal.SIGTERM)
         assert sink.ended() == 0, sink.said
 
 
 def test_a_member_that_ends_in_order_leaves_its_partitions_to_others(
-    start: Start, source: str, db: Database, bootstrap_servers: str, make_consumer: MakeConsumer
+    start: Start,
+    source: str,
+    db: Database,
+    bootstrap_servers: str,
+    make_consumer: MakeConsumer,
+    long_session: tuple[str, str],
 ) -> None:
-    with start() as sink:
-        until(has(db, source, 10), 60, "the first messages")
+    with start(*long_session) as sink:
+        until(has(db, source, 10), 120, "the first messages")
         sink.signal(signal.SIGTERM)
         assert sink.ended() == 0, sink.said
     with make_consumer({"group.id": source}) as consumer:
         consumer.subscribe([source])
         send(bootstrap_servers, source, payments(2))
-        units = consumer.units(idle_seconds=20)
+        units = consumer.units(idle_seconds=120)
         got = 0
         while got < 2:
             with next(units) as unit:
@@ -129,14 +145,14 @@ def test_two_sinks_of_one_group_and_machine_are_two_members(
     start: Start, source: str, db: Database, bootstrap_servers: str
 ) -> None:
     with start() as one, start() as other:
-        until(lambda: db.execute(OWNERS, (source,)).fetchone() == (2,), 60, "both at work")
+        until(lambda: db.execute(OWNERS, (source,)).fetchone() == (2,), 120, "both at work")
         for sink in (one, other):
             sink.signal(signal.SIGTERM)
             assert sink.ended() == 0, sink.said
 
 
 @pytest.mark.parametrize("workers", ["1", "2"])
-def test_what_a_stop_waits_for_is_bounded_and_told(  # noqa: PLR0917 - fixtures
+def test_what_a_stop_waits_for_is_bounded_and_told(
     workers: str, start: Start, source: str, db: Database, conninfo: str, bootstrap_servers: str
 ) -> None:
     """The table is locked; the unit in hand is given up after --stop-seconds, and comes again."""
@@ -145,13 +161,13 @@ def test_what_a_stop_waits_for_is_bounded_and_told(  # noqa: PLR0917 - fixtures
         start("--stop-seconds", "0.5", "--workers", workers) as sink,
         psycopg.connect(conninfo) as blocker,
     ):
-        until(has(db, source, 10), 60, "the first messages")
-        until(lambda: db.execute(OWNERS, (source,)).fetchone() == (int(workers),), 60, "every worker at work")
+        until(has(db, source, 10), 120, "the first messages")
+        until(lambda: db.execute(OWNERS, (source,)).fetchone() == (int(workers),), 120, "every worker at work")
         blocker.execute(f"LOCK TABLE {source} IN SHARE MODE")
         send(bootstrap_servers, source, payments(4))
-        until(lambda: db.execute(waits, (source,)).fetchone() != (0,), 60, "a unit that waits for the lock")
+        until(lambda: db.execute(waits, (source,)).fetchone() != (0,), 120, "a unit that waits for the lock")
         sink.signal(signal.SIGTERM)
-        assert sink.ended(30) == 143, sink.said
+        assert sink.ended() == 143, sink.said
         assert "for which at most 0.5 s are waited" in sink.said
     with start("--until-end") as sink:
         assert sink.ended() == 0, sink.said
@@ -179,21 +195,43 @@ def test_a_stop_before_anything_has_begun_is_orderly(more: tuple[str, ...], code
         socket.create_server(("127.0.0.1", 0)) as silent,
         start("--conninfo", f"postgresql://127.0.0.1:{silent.getsockname()[1]}/x", *more) as sink,
     ):
-        silent.settimeout(30)
+        silent.settimeout(180)
         connection, _ = silent.accept()
         sink.signal(signal.SIGTERM)
-        assert sink.ended(30) == code, sink.said
+        assert sink.ended() == code, sink.said
         connection.close()
     assert "SIGTERM" in sink.said
 
 
 @pytest.mark.parametrize(("more", "code"), [((), 0), (("--until-end",), 143)])
-def test_a_stop_of_workers_that_have_not_begun(more: tuple[str, ...], code: int, start: Start) -> None:
+def test_a_stop_of_workers_that_have_not_begun(
+    more: tuple[str, ...], code: int, start: Start, source: str, db: Database, conninfo: str
+) -> None:
     """They die of the signal, as Python takes longer to start than it takes to come."""
-    with start("--workers", "2", *more) as sink:
-        until(lambda: len(workers_of(sink.process)) == 2, 60, "the workers")
+    lock = f"pg_advisory_xact_lock(hashtext('{source}'))"
+    if more:  # nothing is stored where the signal comes late, so that the end is never reached
+        db.execute(f"ALTER TABLE {source} ADD CHECK ({lock} IS NOT NULL)")
+    with psycopg.connect(conninfo) as blocker, start("--workers", "2", *more) as sink:
+        blocker.execute(f"SELECT {lock}")
+        until(lambda: len(workers_of(sink.process)) == 2, 120, "the workers")
         sink.signal(signal.SIGTERM)
-        assert sink.ended(30) == code, sink.said
+        assert sink.ended() == code, sink.said
+
+
+def test_a_stop_while_workers_are_started_reaches_each(
+    operate: Command, source: str, db: Database, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those that it had come too early for worked on, until they were killed after three quarters of a minute."""
+    start = SpawnProcess.start
+
+    def start_and_interrupt(process: SpawnProcess) -> None:
+        start(process)
+        signal.raise_signal(signal.SIGTERM)
+
+    monkeypatch.setattr(SpawnProcess, "start", start_and_interrupt)
+    options = ("--workers", "2", "--start", "earliest", "--until-end")
+    result = operate("sink", "--topic", source, "--table", source, *options)
+    assert (result.code, rows(db, source)) == (143, []), result.err
 
 
 def test_records_are_one_stream_of_json_to_the_end(start: Start, source: str, db: Database) -> None:
@@ -217,9 +255,9 @@ def test_messages_that_are_set_aside_again_behind_a_reset_are_named_again(
         return sorted(Counter(found).values())
 
     with start("--on-poison", "dead-letter") as sink:
-        until(lambda: db.execute(letters, (source,)).fetchone() == (2,) and named() == [1, 1], 60, "two dead letters")
+        until(lambda: db.execute(letters, (source,)).fetchone() == (2,) and named() == [1, 1], 120, "two dead letters")
         assert operate("reset", "--topic", source, "--to-earliest", "--execute").code == 0
-        until(has(db, source, 20), 60, "all messages again")
-        until(lambda: named() == [2, 2], 60, "both to be named again")
+        until(has(db, source, 20), 120, "all messages again")
+        until(lambda: named() == [2, 2], 120, "both to be named again")
         sink.signal(signal.SIGTERM)
         assert sink.ended() == 0, sink.said

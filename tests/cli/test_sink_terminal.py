@@ -99,10 +99,10 @@ def test_one_line_moves_below_the_records(
     command += ["--bootstrap-servers", bootstrap_servers, "--conninfo", conninfo, "--workers", str(workers)]
     command += ["--on-poison", "dead-letter"]
     with on_terminal(command, width) as (process, seen):
-        until(lambda: len(rows(db, name)) == 38, 60, "every row")
-        until(lambda: re.match(r" +40 messages  ", seen[-1][-1]), 30, "the sum of all workers")
+        until(lambda: len(rows(db, name)) == 38, 120, "every row")
+        until(lambda: re.match(r" +40 messages  ", seen[-1][-1]), 120, "the sum of all workers")
         send(bootstrap_servers, name, [(str(i), {"id": i}) for i in range(40, 1000)])
-        until(lambda: re.match(r" +1,000 messages  ", seen[-1][-1]), 60, "the new sum")
+        until(lambda: re.match(r" +1,000 messages  ", seen[-1][-1]), 120, "the new sum")
         process.send_signal(signal.SIGTERM)
         assert process.wait(60) == 0
     moving = {shown[-1] for shown in seen if re.match(r" +[\d,]+ messages", shown[-1])}

@@ -28,7 +28,6 @@ MESSAGES = 12
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)  # half a minute on an idle machine
 @pytest.mark.usefixtures("own_servers")
 def test_a_few_seconds_of_faults_lose_and_double_nothing() -> None:
     seed = first_seed()
@@ -46,7 +45,6 @@ def test_a_few_seconds_of_faults_lose_and_double_nothing() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(200)
 @pytest.mark.usefixtures("own_servers")
 def test_a_soak_that_is_interrupted_ends_with_what_it_counted() -> None:
     command = [sys.executable, "-m", "exactly_once.cli", "soak", "--minutes", "10", "--seed", "7", "--json"]
@@ -54,7 +52,7 @@ def test_a_soak_that_is_interrupted_ends_with_what_it_counted() -> None:
         assert soak.stderr is not None
         assert any(re.search(r"\b[1-9][\d,]* messages, ", line) for line in soak.stderr)  # a look that has seen some
         soak.send_signal(signal.SIGINT)
-        out, _ = soak.communicate(timeout=100)
+        out, _ = soak.communicate(timeout=300)
     found = json.loads(out)
     assert (soak.returncode, found["ok"], found["seed"], found["cut_short"]) == (130, False, 7, "interrupted")
     assert found["messages"] > 0
@@ -68,7 +66,7 @@ def applied(bootstrap_servers: str, db: psycopg.Connection[Any], name: str) -> I
     producer = Producer({"bootstrap.servers": bootstrap_servers})
     for number in range(MESSAGES):
         producer.produce(topic, json.dumps({"number": number}))
-    assert producer.flush(30) == 0
+    assert producer.flush(60) == 0
     records = scan(bootstrap_servers, topic)
     create_tables(db, [name])
     _append(db, name, records)

@@ -147,8 +147,9 @@ def test_a_pipeline_in_the_background_is_injured_and_ended(
     assert (status, verdict["lost"], verdict["doubled"]) == (0, 0, 0), (tmp_path / "log").read_text()
     started = [int(path.name.removeprefix("pid-")) for path in tmp_path.glob("pid-*")]
     assert verdict["ended"] == 0
-    assert len(started) == 2 + verdict["faults"]["kill"]
-    until(lambda: not any(map(psutil.pid_exists, started)), 10, "the processes to be reaped")
+    # One that is killed before it is in the background leaves no file.
+    assert 2 < len(started) <= 2 + verdict["faults"]["kill"]
+    until(lambda: not any(map(psutil.pid_exists, started)), 120, "the processes to be reaped")
 
 
 @pytest.mark.usefixtures("copy")
@@ -161,10 +162,10 @@ def test_a_pipeline_ends_with_verify_however_that_ends(
     where = ["--bootstrap-servers", bootstrap_servers, "--conninfo", conninfo, "--topic", name]
     effects = ["--effects", f'SELECT n, count(*) FROM "{name}" GROUP BY 1']
     with subprocess.Popen([*words, *where, *effects], cwd=tmp_path) as process:
-        until(lambda: len(list(tmp_path.glob("pid-*"))) == 2, 60, "the pipeline to start")
+        until(lambda: len(list(tmp_path.glob("pid-*"))) == 2, 120, "the pipeline to start")
         process.kill()
     started = [int(path.name.removeprefix("pid-")) for path in tmp_path.glob("pid-*")]
-    until(lambda: not any(map(psutil.pid_exists, started)), 60, "the pipeline to end")
+    until(lambda: not any(map(psutil.pid_exists, started)), 120, "the pipeline to end")
 
 
 def test_a_process_that_has_ended_by_itself_is_not_taken_for_injured(tmp_path: Path) -> None:
@@ -173,7 +174,7 @@ def test_a_process_that_has_ended_by_itself_is_not_taken_for_injured(tmp_path: P
     with (tmp_path / "log").open("w+b") as log, Pipeline(["sleep", "600"], 1, log) as living:
         assert living.kill(chance)
         with Pipeline(["true"], 1, log) as ending:
-            until(lambda: not ending.kill(chance), 60, "a process that has ended by itself")
+            until(lambda: not ending.kill(chance), 120, "a process that has ended by itself")
             assert not ending.pause(chance)
             ending.work(0.1)
             assert ending.ended > 0
@@ -218,7 +219,7 @@ ELSEWHERE = WITHOUT_COMMITS.replace("psycopg.connect(conninfo,", "psycopg.connec
     [
         (IDLE, "5", "no message took effect within 5 s, without a fault"),
         # Two processes: the sixth and the seventh end may be found in one look.
-        (FAILING, "60", "the pipeline failed [67] times before any message took effect"),
+        (FAILING, "280", "the pipeline failed [67] times before any message took effect"),
     ],
 )
 @pytest.mark.usefixtures("copy")
@@ -251,7 +252,7 @@ def test_without_a_fault_nothing_is_shown(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     Path("conninfo").write_text(conninfo)
-    options = ["--seconds", "1", "--fault", "cut-after", "--processes", "1", "--patience-seconds", "30"]
+    options = ["--seconds", "1", "--fault", "cut-after", "--processes", "1", "--patience-seconds", "60"]
     status, verdict = verify(ELSEWHERE.replace("% 10 != 3", ">= 0"), *options)
     assert (status, verdict["ok"], verdict["lost"], verdict["faults"]) == (3, False, 0, {})
 
@@ -311,7 +312,7 @@ def test_what_cannot_be_verified_is_refused_before_anything_begins(
     assert result.err.count("\n") == 1
     # The next try meets nothing of this one.
     assert db.execute("SELECT to_regclass(%s), to_regclass('never_made')", (f'"{name}"',)).fetchone() == (None, None)
-    assert name not in AdminClient({"bootstrap.servers": bootstrap_servers}).list_topics(timeout=30).topics
+    assert name not in AdminClient({"bootstrap.servers": bootstrap_servers}).list_topics(timeout=60).topics
 
 
 @pytest.mark.parametrize("where", ["--bootstrap-servers", "--conninfo"])

@@ -26,7 +26,7 @@ from exactly_once.demo import payments, spark_driver, spark_trial
 from exactly_once.demo.display import Display
 from exactly_once.demo.journal import Entry, Record
 from exactly_once.demo.result import HEAD, TOTAL, Result, Verdict, as_json, check, compare, conclusion, rows
-from exactly_once.demo.trial import Setting, Stuck, Tally, Trial, plan
+from exactly_once.demo.trial import Fault, Setting, Stuck, Tally, Trial, plan
 from tests.support.waiting import until
 
 PAYMENT = b'{"from": 1, "to": 2, "amount": 30}'
@@ -258,7 +258,7 @@ def test_the_password_is_not_on_the_command_line_of_sparks_driver(monkeypatch: p
     until(lambda: driver.reached == len(order.to_line()) + 1, 60, "the driver to have its order")
     driver._process.stdin.close()
     until(lambda: driver.has_ended, 60, "the driver to end")
-    driver._reader.join(30)
+    driver._reader.join(60)
     driver._process.stdout.close()
 
 
@@ -282,6 +282,45 @@ def test_patience_lasts_as_long_as_anything_happens(monkeypatch: pytest.MonkeyPa
     with pytest.raises(Stuck, match="the end"):
         trial._until(lambda: False, "the end")
     assert 20 < len(steps) < 30
+
+
+def test_the_last_victim_is_fed_for_as_long_as_there_are_payments(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It was spared where it stood still while the other applied what was left. All but the trial is a stand-in."""
+    given: list[int] = []
+    now = 0.0
+    does_nothing = dict.fromkeys(("arm", "disarm", "send"), lambda *_: None)
+    victim, heir = (SimpleNamespace(reports=["ended"], partitions={0: 9.0}, **does_nothing) for _ in range(2))
+    publisher = SimpleNamespace(published=0, last={})
+    crew = contextlib.nullcontext()
+    crew.workers, crew.warm_up, crew.start = {1: victim}, *(lambda *_: None,) * 2  # type: ignore[attr-defined]
+
+    def publish(count: int) -> None:
+        given.append(count)
+        publisher.published += count
+
+    def listen() -> None:
+        nonlocal now
+        now += 1
+        if len(given) > 4:
+            victim.reports.append("dying")
+            crew.workers[1] = heir  # type: ignore[attr-defined]
+
+    publisher.publish = publish
+    fault = Fault("kill", "handled", victim=1, after=0)
+    trial = Trial(
+        "exactly_once",
+        Setting(bootstrap_servers="", conninfo="", seed=1, messages=100, faults=[fault], session_ms=1),
+        Display(io.StringIO()),
+    )
+    monkeypatch.setattr(trial, "_crew", crew)
+    monkeypatch.setattr(trial, "_listen", listen)
+    monkeypatch.setattr("exactly_once.demo.trial.psycopg.connect", lambda *_, **__: contextlib.nullcontext())
+    monkeypatch.setattr("exactly_once.demo.trial.time", SimpleNamespace(monotonic=lambda: now))
+    for name in ("create_topic", "create_tables"):
+        monkeypatch.setattr(payments, name, lambda *_: None)
+    monkeypatch.setattr(payments, "Publisher", lambda *_, **__: publisher)
+    tally = trial.run()
+    assert (tally.spared, tally.drained, given, sum(given)) == (0, True, [50, 25, 13, 6, 3, 3], 100)
 
 
 def test_json_has_both_sides_with_the_same_keys() -> None:

@@ -88,7 +88,7 @@ def way(request: pytest.FixtureRequest) -> str:
 def coordinator_of(bootstrap_servers: str, group: str) -> str:
     """The broker that leads a group."""
     admin = AdminClient({"bootstrap.servers": bootstrap_servers})
-    described = admin.describe_consumer_groups([group])[group].result(30)
+    described = admin.describe_consumer_groups([group])[group].result(60)
     return f"kafka-{described.coordinator.id}"
 
 

@@ -134,5 +134,5 @@ def _create_uncleanly(bootstrap_servers: str, name: str) -> None:
     """Create a topic that prefers availability, on the first two brokers."""
     settings = {"unclean.leader.election.enable": "true", "min.insync.replicas": "1"}
     admin = AdminClient({"bootstrap.servers": bootstrap_servers})
-    admin.create_topics([NewTopic(name, 1, replica_assignment=[[1, 2]], config=settings)])[name].result(30)
+    admin.create_topics([NewTopic(name, 1, replica_assignment=[[1, 2]], config=settings)])[name].result(60)
     until_in_sync(bootstrap_servers, name)

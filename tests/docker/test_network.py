@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import pytest
@@ -49,8 +50,9 @@ def test_worker_cut_off_from_the_database_keeps_its_partitions(
     crew.until_applied(60, LONG)
     server = "pgbouncer" if way == POOLED else "primary"
     worker.cut(server)
-    worker.wait("redelivered", LONG)
+    # Also where the first ones were all applied before the engine had cut it off.
     produce(bootstrap_servers, topic, MESSAGES, PARTITIONS, start=MESSAGES)
+    worker.wait("redelivered", LONG)
     worker.heal(server)
     crew.until_applied(2 * MESSAGES, LONG)
     assert not worker.count("revoked")
@@ -109,7 +111,7 @@ def test_frozen_worker_wakes_up_as_a_zombie_and_stores_nothing(
 ) -> None:
     """It is frozen inside its transaction, with the counter's row in hand, which every unit of the heir needs."""
     crew = make_crew(topic, workers_conninfo=way)
-    zombie = crew.start(options={"max_messages": 20}, handler_seconds=4)
+    zombie = crew.start(options={"max_messages": 20}, handler_seconds=10)  # more than the engine takes to freeze it
     zombie.wait("handling", LONG)
     until(lambda: _is_inside(crew), LONG, "the worker's handler to have written")
     zombie.stop()
@@ -132,6 +134,8 @@ def test_frozen_primary_is_waited_for(
     crew.until_applied(60, LONG)
     cluster["primary"].pause()
     try:
+        # What it printed before comes through the engine, later.
+        until(lambda: _stands(worker), LONG, "a worker that waits")
         handled = worker.count("handling")
         produce(bootstrap_servers, topic, MESSAGES, PARTITIONS, start=MESSAGES)
         # One unit may have been answered already, and the next one begun; no third one.
@@ -142,6 +146,12 @@ def test_frozen_primary_is_waited_for(
     assert not worker.count("revoked")
     crew.end_well(worker)
     crew.assert_exact()
+
+
+def _stands(worker: Worker) -> bool:
+    before = len(worker.events)
+    time.sleep(3)  # ten times what a unit takes
+    return len(worker.events) == before
 
 
 def _container(worker: Worker) -> ContainerWorker:

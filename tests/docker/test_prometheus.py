@@ -49,12 +49,13 @@ def test_every_query_of_the_dashboard_shows_a_worker_that_is_scraped(
             assert drain(consumer) == MESSAGES
             count = f'exactly_once_messages_total{{group="{name}"}}'
             until(lambda: _values(prometheus, count) == [total], LONG, f"{count} to be {total}")  # noqa: B023
+        # Of the last minute, so before anything else is waited for.
+        rate = _shown(name)[0]
+        until(lambda: [value > 0 for value in _values(prometheus, rate)] == [True], LONG, f"{rate} to be above 0")
         # Lag, for the query that is about lag.
         produce(bootstrap_servers, topic, MESSAGES, 3, start=2 * MESSAGES)
         for query in _shown(name):
             until(lambda: _values(prometheus, query), LONG, f"an answer to {query}")  # noqa: B023
-        (rate,) = _values(prometheus, _shown(name)[0])
-        assert rate > 0
 
 
 def _shown(group: str) -> list[str]:
@@ -65,7 +66,7 @@ def _shown(group: str) -> list[str]:
 def _values(prometheus: Stack, query: str) -> list[float]:
     """Ask Prometheus."""
     address = f"http://127.0.0.1:{prometheus.ports['PROMETHEUS_PORT']}/api/v1/query"
-    with urllib.request.urlopen(f"{address}?{urllib.parse.urlencode({'query': query})}", timeout=10) as response:
+    with urllib.request.urlopen(f"{address}?{urllib.parse.urlencode({'query': query})}", timeout=60) as response:
         answer: dict[str, Any] = json.load(response)
     return [float(series["value"][1]) for series in answer["data"]["result"]]
 

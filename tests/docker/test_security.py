@@ -186,9 +186,9 @@ def test_worker_with_the_least_rights_ends_a_frozen_owner(topic: str, make_crew:
     frozen.wait("failpoint")
     frozen.wait_stopped()
     heir = crew.start(options={"max_messages": 50})
-    crew.until_applied(MESSAGES, 60)
+    crew.until_applied(MESSAGES)
     frozen.cont()
-    frozen.wait("redelivered", 60)
+    frozen.wait("redelivered")
     crew.end_well(heir, frozen)
     crew.assert_exact()
 
@@ -202,7 +202,7 @@ def test_worker_goes_through_a_pooler_with_tls_on_both_sides(
     frozen.wait("failpoint")
     frozen.wait_stopped()
     heir = crew.start(conninfo=pooled, options={"max_messages": 50})
-    crew.until_applied(MESSAGES, 60)
+    crew.until_applied(MESSAGES)
     frozen.cont()
     crew.end_well(heir, frozen)
     crew.assert_exact()
@@ -310,8 +310,8 @@ def test_worker_says_why_kafka_does_not_let_it_in(
         changes = {**changes, "ssl.ca.location": str(secured.folder / changes["ssl.ca.location"])}
     crew = make_crew(topic)
     kafka = {**crew.kafka, **changes}
-    worker = crew.start(ready=False, kafka=kafka, options={"startup_seconds": 6})
-    failed = worker.wait("failed", 60)
+    worker = crew.start(ready=False, kafka=kafka, options={"startup_seconds": 20})
+    failed = worker.wait("failed")
     assert failed["error"] == "BrokerUnreachable"
     assert re.search(reason, failed["text"]), failed["text"]
 
@@ -321,11 +321,11 @@ def test_worker_may_neither_write_to_its_topic_nor_make_one(secured: Secured, to
     producer = Producer(secured.kafka())
     errors: list[Any] = []
     producer.produce(topic, b"mine", on_delivery=lambda error, _: errors.append(error))
-    assert producer.flush(30) == 0
+    assert producer.flush(60) == 0
     assert "TOPIC_AUTHORIZATION_FAILED" in errors[0].name()
     admin = AdminClient(secured.kafka())
     with pytest.raises(KafkaException, match="AUTHORIZATION_FAILED"):
-        admin.create_topics([NewTopic("mine", num_partitions=1)])["mine"].result(30)
+        admin.create_topics([NewTopic("mine", num_partitions=1)])["mine"].result(60)
 
 
 def _make_roles(secured: Secured) -> None:
@@ -348,7 +348,7 @@ def _make_user(secured: Secured) -> None:
     for future in admin.alter_user_scram_credentials(
         [UserScramCredentialUpsertion(WORKER, credential, password)]
     ).values():
-        future.result(30)
+        future.result(60)
 
 
 def _allow(secured: Secured, kind: ResourceType, name: str) -> None:
@@ -356,4 +356,4 @@ def _allow(secured: Secured, kind: ResourceType, name: str) -> None:
     admin = AdminClient({"bootstrap.servers": secured.operator_servers})
     rule = (f"User:{WORKER}", "*", AclOperation.READ, AclPermissionType.ALLOW)
     for future in admin.create_acls([AclBinding(kind, name, ResourcePatternType.LITERAL, *rule)]).values():
-        future.result(30)
+        future.result(60)

@@ -42,9 +42,9 @@ def run(
         with subprocess.Popen(command, cwd=directory, env=variables, stdout=log, stderr=log) as process:
             try:
                 if how_to_stop is not None:
-                    until(lambda: is_done() or process.poll() is not None, 90, f"the work of {command}")
+                    until(lambda: is_done() or process.poll() is not None, 300, f"the work of {command}")
                     process.send_signal(how_to_stop)
-                process.wait(180)
+                process.wait(600)
             finally:
                 process.kill()
         log.seek(0)

@@ -69,7 +69,7 @@ def test_handler_calls_coroutines_and_leaving_the_block_ends_in_order(
 
         def apply(unit: Unit) -> None:
             assert threading.current_thread() is not threading.main_thread()
-            record(unit, asyncio.run_coroutine_threadsafe(looked_up(unit), loop).result(30))
+            record(unit, asyncio.run_coroutine_threadsafe(looked_up(unit), loop).result(60))
 
         async with consuming(consumer, [topic], apply, ended.set):
             while consumer.counters.messages < MESSAGES:

@@ -131,14 +131,14 @@ class Running:
         producer = Producer({"bootstrap.servers": self._servers})
         for number in range(self.produced, self.produced + MESSAGES):
             producer.produce(self.app.topic, json.dumps(self.app.make_message(number)), partition=number % PARTITIONS)
-        assert producer.flush(30) == 0
+        assert producer.flush(60) == 0
         self.produced += MESSAGES
 
     def run(self, file: str, how_to_stop: signal.Signals) -> int:
         """Run a program until it has applied everything, and Kafka knows; stop it and return its exit status."""
         with self._start(file) as process:
             try:
-                until(lambda: self._is_done() or process.poll() is not None, 60, f"all messages by {file}")
+                until(lambda: self._is_done() or process.poll() is not None, 120, f"all messages by {file}")
                 process.send_signal(how_to_stop)
                 _, errors = process.communicate(timeout=120)
             finally:
@@ -158,7 +158,7 @@ class Running:
     def run_tests(self) -> None:
         """Run the application's own tests, as its team would."""
         with self._start(*self.app.tests, stdout=subprocess.PIPE) as tests:
-            printed, errors = tests.communicate(timeout=100)
+            printed, errors = tests.communicate(timeout=600)
         assert tests.returncode == 0, printed + errors
 
     def assert_exact(self, errors: str) -> None:

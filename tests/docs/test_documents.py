@@ -94,7 +94,7 @@ def test_code_block_applies_every_payment_once(
 
     with subprocess.Popen([sys.executable, "-c", program], stderr=subprocess.PIPE, text=True) as process:
         try:
-            until(lambda: balance() >= total or process.poll() is not None, 60, "every payment")
+            until(lambda: balance() >= total or process.poll() is not None, 120, "every payment")
             process.send_signal(signal.SIGINT)
             _, errors = process.communicate(timeout=120)
         finally:
@@ -118,9 +118,9 @@ def test_first_program_survives_restarts_of_the_database(bootstrap_servers: str)
                 for number in range(3):
                     produce(bootstrap_servers, topic, MESSAGES, 3, start=number * MESSAGES)
                     goal = sum(range(number * MESSAGES + 1))
-                    until(lambda goal=goal: _balance(postgres.conninfo) >= goal, 60, "a beginning")  # type: ignore[misc]
+                    until(lambda goal=goal: _balance(postgres.conninfo) >= goal, 120, "a beginning")  # type: ignore[misc]
                     postgres.restart("immediate" if number % 2 else "fast")
-                until(lambda: _balance(postgres.conninfo) == sum(range(3 * MESSAGES)), 60, "every payment")
+                until(lambda: _balance(postgres.conninfo) == sum(range(3 * MESSAGES)), 120, "every payment")
                 process.send_signal(signal.SIGINT)
                 _, errors = process.communicate(timeout=120)
             finally:

@@ -33,7 +33,7 @@ def environment(bootstrap_servers: str, conninfo: str) -> dict[str, str]:
     for number in range(PAYMENTS):
         payment = {"from": number % 7, "to": number % 5, "amount": "0.25"}
         producer.produce(topic, json.dumps(payment), partition=number % 3)
-    assert producer.flush(30) == 0
+    assert producer.flush(60) == 0
     return {
         **os.environ,
         "EXACTLY_ONCE_BOOTSTRAP_SERVERS": bootstrap_servers,
@@ -60,7 +60,7 @@ def test_service_moves_the_money_and_ends_in_order(environment: dict[str, str], 
     command = [sys.executable, str(EXAMPLES / "transfers.py")]
     with subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True) as service:
         try:
-            until(lambda: count(db, "transfer_statement") == 2 * PAYMENTS, 60, "every payment")
+            until(lambda: count(db, "transfer_statement") == 2 * PAYMENTS, 120, "every payment")
             service.send_signal(signal.SIGTERM)
             _, errors = service.communicate(timeout=120)
         finally:
@@ -140,12 +140,12 @@ def test_charges_are_made_once_although_the_api_is_asked_again(
     amounts = [*range(30), -1, *range(30, 60)]
     for amount in amounts:
         producer.produce("card-orders", json.dumps({"card": "c1", "amount": amount}))
-    assert producer.flush(30) == 0
+    assert producer.flush(60) == 0
     command = [sys.executable, str(EXAMPLES / "charges.py")]
     variables = {**environment, "CHARGES_URL": payment_api.url}
     with subprocess.Popen(command, env=variables, stderr=subprocess.PIPE, text=True) as service:
         try:
-            until(lambda: count(db, "charge") == 60 or service.poll() is not None, 60, "every charge")
+            until(lambda: count(db, "charge") == 60 or service.poll() is not None, 120, "every charge")
             service.send_signal(signal.SIGTERM)
             _, errors = service.communicate(timeout=120)
         finally:

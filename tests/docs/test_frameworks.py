@@ -72,7 +72,6 @@ def rates() -> Iterator[str]:
         thread.join()
 
 
-@pytest.mark.timeout(400)
 def test_fastapi_serves_while_every_message_is_applied_once(
     uri: str, bootstrap_servers: str, rates: str, tmp_path: Path
 ) -> None:
@@ -110,7 +109,6 @@ def test_fastapi_serves_while_every_message_is_applied_once(
         assert connection.execute(owned).fetchone() == (0,), "rows were not released"
 
 
-@pytest.mark.timeout(400)
 def test_alembic_leaves_the_ledger_alone(uri: str, tmp_path: Path) -> None:
     path = python_path(tmp_path / "packages", "alembic")
     shutil.copy(EXAMPLES / "sqlalchemy_app" / "models.py", tmp_path)
@@ -144,7 +142,7 @@ from psycopg_pool import ConnectionPool
 from exactly_once import ExactlyOnceConsumer, Redelivered
 
 servers, conninfo, topic = sys.argv[1:]
-with ConnectionPool(conninfo, min_size=1, max_size=2, timeout=20) as pool, psycopg.connect(conninfo) as other:
+with ConnectionPool(conninfo, min_size=1, max_size=2, timeout=120) as pool, psycopg.connect(conninfo) as other:
     settings = {"bootstrap.servers": servers, "group.id": topic}
     consumer = ExactlyOnceConsumer(settings, connect=pool.getconn, max_messages=5)
     consumer.subscribe([topic])
@@ -169,7 +167,6 @@ with ConnectionPool(conninfo, min_size=1, max_size=2, timeout=20) as pool, psyco
 """
 
 
-@pytest.mark.timeout(400)
 def test_a_pool_lends_connections_and_gets_back_those_that_were_lost(
     uri: str, bootstrap_servers: str, name: str, tmp_path: Path
 ) -> None:
@@ -181,7 +178,7 @@ def test_a_pool_lends_connections_and_gets_back_those_that_were_lost(
         connection.execute("CREATE TABLE effect (number int)")
     command = [sys.executable, "-c", POOLED, bootstrap_servers, uri, name]
     env = {**os.environ, "PYTHONPATH": path}
-    done = subprocess.run(command, env=env, capture_output=True, text=True, check=False, timeout=120)
+    done = subprocess.run(command, env=env, capture_output=True, text=True, check=False, timeout=600)
     assert done.returncode == 0, done.stderr
     with psycopg.connect(uri) as connection:
         found = connection.execute("SELECT number FROM effect ORDER BY number").fetchall()

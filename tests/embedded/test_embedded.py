@@ -11,6 +11,7 @@ import os
 import re
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -28,7 +29,7 @@ from confluent_kafka.admin import AdminClient
 from confluent_kafka.cimpl import NewTopic
 
 from exactly_once import embedded
-from exactly_once.embedded import broker, jars, programs
+from exactly_once.embedded import broker, jars, ports, programs
 from exactly_once.embedded.ports import free_port
 from exactly_once.embedded.process import is_frozen
 from tests.support.waiting import until
@@ -66,21 +67,21 @@ def client(kafka: embedded.Kafka) -> dict[str, Any]:
 def create_topic(kafka: embedded.Kafka, replicas: int = 1) -> str:
     topic = f"t-{uuid4().hex[:8]}"
     admin = AdminClient(client(kafka))
-    admin.create_topics([NewTopic(topic, 1, replicas)])[topic].result(30)
+    admin.create_topics([NewTopic(topic, 1, replicas)])[topic].result(60)
     return topic
 
 
 def produce(kafka: embedded.Kafka, topic: str, value: bytes) -> None:
     producer = Producer(client(kafka) | {"acks": "all"})
     producer.produce(topic, value)
-    assert producer.flush(30) == 0
+    assert producer.flush(60) == 0
 
 
 def consume(kafka: embedded.Kafka, topic: str, **configuration: Any) -> bytes | None:
     group = {"group.id": uuid4().hex, "auto.offset.reset": "earliest"}
     consumer = Consumer(client(kafka) | group | configuration)
     consumer.subscribe([topic])
-    message = until(lambda: consumer.poll(0.2), 30, "a message")
+    message = until(lambda: consumer.poll(0.2), 60, "a message")
     consumer.close()
     assert message is not None
     return message.value()
@@ -181,11 +182,30 @@ def test_a_broker_whose_port_another_one_has_taken_is_not_taken_for_up(
     kafka: embedded.Kafka, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of two that were started at once, the one was then used for both."""
-    ports = iter([kafka.port(), free_port()])
-    monkeypatch.setattr("exactly_once.embedded.kafka.free_port", lambda: next(ports))
+    chosen = iter([kafka.port(), free_port()])
+    monkeypatch.setattr("exactly_once.embedded.kafka.free_port", lambda: next(chosen))
     with pytest.raises(embedded.StartError, match="Kafka broker 1 "):
         embedded.Kafka().start()
     assert kafka.is_running()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere a server could not listen on a port that is kept")
+def test_a_port_that_another_process_was_given_is_not_given_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its server is not up yet, or stopped and to come back. Two that chose alike were not noticed until one failed."""
+    choose = (
+        "import time; from exactly_once.embedded import ports; print(ports.free_port(), flush=True); time.sleep(600)"
+    )
+    with python("-c", choose) as other:
+        try:
+            assert other.stdout is not None
+            port = int(other.stdout.readline())
+            monkeypatch.setattr(ports, "_CANDIDATES", range(port, port + 1))
+            monkeypatch.setattr(ports, "_TRIES", 1)
+            with pytest.raises(embedded.EmbeddedError, match="no free port"):
+                free_port()
+            socket.create_server(("127.0.0.1", port)).close()
+        finally:
+            other.kill()
 
 
 def test_three_brokers_survive_the_loss_of_one() -> None:
@@ -194,8 +214,9 @@ def test_three_brokers_survive_the_loss_of_one() -> None:
         kafka.kill(2)
         produce(kafka, topic, b"two of three")
         kafka.restart(2)
-        brokers = AdminClient(client(kafka)).list_topics(timeout=60).brokers
-        assert set(brokers) == {1, 2, 3}
+        admin = AdminClient(client(kafka))
+        # The others may hear later than it that it is back.
+        until(lambda: set(admin.list_topics(timeout=60).brokers) == {1, 2, 3}, 60, "three brokers")
         assert consume(kafka, topic) == b"two of three"
 
 
@@ -239,7 +260,7 @@ def test_postgres_and_its_sessions_stand_still_when_pause_returns(postgres: embe
             stands = {pid: is_frozen(pid) for pid in family}
             postgres.resume()
             assert all(stands.values()), stands
-            assert [each.result(30) for each in busy] == [(7,)] * 4
+            assert [each.result(60) for each in busy] == [(7,)] * 4
 
 
 def test_postgres_gets_its_settings(place: Path) -> None:
@@ -539,7 +560,7 @@ def lives(process: psutil.Process) -> bool:
     return False
 
 
-@pytest.mark.parametrize("words", [(), ("fork", "30")], ids=["alone", "with a fork that holds the pipe"])
+@pytest.mark.parametrize("words", [(), ("fork", "600")], ids=["alone", "with a fork that holds the pipe"])
 def test_a_killed_owner_leaves_no_orphan_and_no_data(words: tuple[str, ...]) -> None:
     owner, family, places = start_owner(*words)
     forked = [each for each in psutil.Process(owner.pid).children() if "-c" in each.cmdline()]
@@ -570,9 +591,12 @@ def test_ctrl_c_reaches_the_owner_and_not_the_servers() -> None:
     owner, family, _ = start_owner()
     assert owner.stdout is not None
     try:
+        # Without the servers' children, which come and go.
+        guards = psutil.Process(owner.pid).children()
+        staying = [*guards, *(server for guard in guards for server in guard.children())]
         os.killpg(owner.pid, signal.SIGINT)
         assert owner.stdout.readline() == "True\n"
-        assert all(each.is_running() for each in family)
+        assert [lives(each) for each in staying] == [True] * 4
     finally:
         owner.kill()
         owner.wait(60)
@@ -587,7 +611,7 @@ def run_users_tests(directory: Path, tests: str, **environment: str) -> str:
     (directory / "conftest.py").write_text(USERS_CONFTEST)
     (directory / "test_users.py").write_text(textwrap.dedent(tests))
     run = python("-m", "pytest", "-p", "no:cacheprovider", directory, **environment)
-    output, _ = run.communicate(timeout=280)
+    output, _ = run.communicate(timeout=600)
     assert run.returncode == 0, output
     return output
 

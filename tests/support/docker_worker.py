@@ -65,4 +65,4 @@ class ContainerWorker(Worker):
     def kill(self) -> None:
         """Kill it as ``kill -9`` does, frozen or not."""
         docker("rm", "--force", self.container.name, check=False)
-        self._process.wait(30)
+        self._process.wait(300)

@@ -51,7 +51,7 @@ def until_in_sync(bootstrap_servers: str, name: str) -> None:
     with AdminClient({"bootstrap.servers": bootstrap_servers}) as admin:
 
         def in_sync() -> bool:
-            partitions = admin.list_topics(name, timeout=30).topics[name].partitions.values()
+            partitions = admin.list_topics(name, timeout=60).topics[name].partitions.values()
             return bool(partitions) and all(len(p.isrs) == len(p.replicas) and p.leader >= 0 for p in partitions)
 
         until(in_sync, 120, f"the replicas of {name}")
@@ -61,7 +61,7 @@ def delete_topic(bootstrap_servers: str, name: str) -> None:
     """Delete a topic, so that another module of tests may have one of the same name."""
     with AdminClient({"bootstrap.servers": bootstrap_servers}) as admin:
         admin.delete_topics([name])[name].result(timeout=60)
-        until(lambda: name not in admin.list_topics(timeout=30).topics, 30, f"{name} to be gone")
+        until(lambda: name not in admin.list_topics(timeout=60).topics, 30, f"{name} to be gone")
 
 
 def delete_records(bootstrap_servers: str, topic: str, before: int, partition: int = 0) -> None:
@@ -114,15 +114,15 @@ def produce_header_name(bootstrap_servers: str, topic: str, value: bytes, name: 
 
 
 def _answers(admin: AdminClient, topic: str, partitions: int) -> bool:
-    found = admin.list_topics(topic, timeout=30).topics[topic].partitions.values()
+    found = admin.list_topics(topic, timeout=60).topics[topic].partitions.values()
     if len(found) != partitions or not all(p.leader >= 0 and p.error is None for p in found):
         return False
     # The metadata names a leader before that broker knows: it refuses with "not leader for partition", and not every
     # request is repeated by the client.
     asked = {TopicPartition(topic, n): OffsetSpec.earliest() for n in range(partitions)}  # type: ignore[no-untyped-call]
     try:
-        for answer in admin.list_offsets(asked, request_timeout=30).values():
-            answer.result(timeout=30)
+        for answer in admin.list_offsets(asked, request_timeout=60).values():
+            answer.result(timeout=60)
     except KafkaException as error:
         if error.args[0].code() in _NOT_YET:
             return False

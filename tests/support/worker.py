@@ -116,7 +116,7 @@ class Worker:
         """Its process id."""
         return self._process.pid
 
-    def wait(self, event: str, timeout_seconds: float = 60, **fields: object) -> Event:
+    def wait(self, event: str, timeout_seconds: float = 120, **fields: object) -> Event:
         """Return the next event of this kind and with these fields that was not returned before."""
         deadline = time.monotonic() + timeout_seconds
         with self._news:
@@ -163,7 +163,7 @@ class Worker:
         """Whether the process has not ended; a frozen one is running."""
         return self._process.poll() is None
 
-    def wait_exit(self, timeout_seconds: float = 60) -> int:
+    def wait_exit(self, timeout_seconds: float = 120) -> int:
         """Return its exit status, the negative number of the signal if one ended it."""
         try:
             status = self._process.wait(timeout_seconds)
@@ -174,7 +174,7 @@ class Worker:
         self._reader.join(60)
         return status
 
-    def finish(self, timeout_seconds: float = 60) -> Event:
+    def finish(self, timeout_seconds: float = 120) -> Event:
         """Wait for its end in good order and return its counters."""
         status = self.wait_exit(timeout_seconds)
         assert status == 0, f"{self.name} ended with status {status}\n{self.story()}"
@@ -195,7 +195,7 @@ class Worker:
         """End it, frozen or not, and give back what it holds."""
         if self.is_running:
             self.kill()
-        self._reader.join(10)
+        self._reader.join(60)
         if self._process.stdout is not None:
             self._process.stdout.close()
         self._log.close()
@@ -305,7 +305,7 @@ class Crew:
         total: int = self.look(query)[0][0]
         return total
 
-    def until_applied(self, total: int, timeout_seconds: float = 90) -> None:
+    def until_applied(self, total: int, timeout_seconds: float = 120) -> None:
         """Wait until so many messages were applied."""
         until(lambda: self.applied() >= total, timeout_seconds, f"{total} messages to be applied")
 

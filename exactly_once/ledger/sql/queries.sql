@@ -349,7 +349,7 @@ LEFT JOIN (
     FROM pg_prepared_xacts WHERE database = current_database()
     UNION ALL
     SELECT 'replication slot ' || slot_name, age(xmin), NULL FROM pg_replication_slots WHERE xmin IS NOT NULL
-    ORDER BY transactions DESC LIMIT 1) AS held ON true
+    ORDER BY transactions DESC, since DESC NULLS LAST LIMIT 1) AS held ON true
 WHERE t.schemaname = %(schema)s AND t.relname = 'ledger'
 
 -- name: spark_queries
