@@ -112,7 +112,7 @@ def memcached_slots(memcached: Memcached) -> Iterator[Subject]:
     made: list[SharedSlotFilter] = []
 
     def make() -> SharedSlotFilter:
-        made.append(SharedSlotFilter(memcached.address, prefix=uuid4().hex, slots=1 << 32))
+        made.append(SharedSlotFilter(memcached.address, prefix=uuid4().hex, slots=1 << 32, timeout_seconds=60))
         return made[-1]
 
     yield Subject(make, as_bytes, BAD_KEYS)

@@ -74,7 +74,7 @@ Way = Callable[[DedupProducer, str], None]
 def test_a_message_that_the_client_has_taken_is_not_sent_again(bootstrap_servers: str, way: Way) -> None:
     topic = create_topic(bootstrap_servers, 1)
     # Nothing is sent before the second attempt.
-    settings = {"bootstrap.servers": bootstrap_servers, "linger.ms": 2000}
+    settings = {"bootstrap.servers": bootstrap_servers, "linger.ms": 60_000}
     with DedupProducer(settings, dedup=WindowFilter(keys=10)) as producer:
         producer._client = Interrupted(producer._client, b"1", is_taken=True)  # type: ignore[assignment]
         with pytest.raises(KeyboardInterrupt):
@@ -90,7 +90,7 @@ def test_a_message_that_the_client_has_taken_is_not_sent_again(bootstrap_servers
 
 def test_a_report_beside_a_message_in_doubt_is_settled(bootstrap_servers: str) -> None:
     topic = create_topic(bootstrap_servers, 1)
-    settings = {"bootstrap.servers": bootstrap_servers, "linger.ms": 2000}
+    settings = {"bootstrap.servers": bootstrap_servers, "linger.ms": 60_000}
     with DedupProducer(settings, dedup=WindowFilter(keys=10)) as producer:
         producer.produce(topic, b"0", dedup_key=0)
         producer._client.flush(30)  # while nobody holds a delivery

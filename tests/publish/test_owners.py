@@ -104,7 +104,9 @@ def test_the_start_of_a_take_over_moves_on_behind_what_is_settled_only(
     theirs = PostgresWindow(dead, scope=topic, seconds=WINDOW_SECONDS)
     assert theirs.reserve("early") is State.NEW
     send(kafka, topic, "early")
-    until(lambda: dead._seen is not None and any(dead._seen[1]), 60, "a look at the topic's end with a key in flight")
+    until(
+        lambda: (seen := dead._seen) is not None and any(seen[1]), 60, "a look at the topic's end with a key in flight"
+    )
     rounds = dead._renewed_at
     until(lambda: dead._renewed_at > rounds + 1, 20, "some more renewals")
     assert start_of(db, dead) == {topic: {"0": 0}}, "its message stands at 0"

@@ -437,7 +437,7 @@ def test_an_open_transaction_hides_committed_messages_until_it_ends(
     """A reader that stops at the end it is shown sees nothing. Ours waits for what the log holds, and logs that."""
     monkeypatch.setattr(tail, "_TOLD_SECONDS", 0.2)
     settings = {"bootstrap.servers": bootstrap_servers}
-    other = Producer({**settings, "transactional.id": f"{topic}-other", "transaction.timeout.ms": 60_000})
+    other = Producer({**settings, "transactional.id": f"{topic}-other", "transaction.timeout.ms": 300_000})
     other.init_transactions(30)
     other.begin_transaction()
     other.produce(topic, b"-1", partition=0)
@@ -448,7 +448,7 @@ def test_an_open_transaction_hides_committed_messages_until_it_ends(
     assert plain.flush(30) == 0
     starts = {Partition(topic, n): 0 for n in range(3)}
     with pytest.raises(TailHidden, match="open"):
-        list(read_tail(settings, topic, starts, seconds=1))
+        list(read_tail(settings, topic, starts, seconds=15))  # less is over before a busy broker shows where the end is
     (told,) = (record for record in caplog.records if getattr(record, "action", "") == "waits_for_tail")
     assert told.getMessage().startswith(f"{topic}[0] shows nothing from offset 0 on, and its log ends at ")
     reading = read_tail(settings, topic, starts, seconds=60)

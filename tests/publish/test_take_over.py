@@ -47,7 +47,7 @@ def kafka(bootstrap_servers: str) -> dict[str, Any]:
 
 
 def in_transaction(kafka: dict[str, Any], transactional_id: str) -> Producer:
-    client = Producer({**kafka, "transactional.id": transactional_id, "transaction.timeout.ms": 60_000})
+    client = Producer({**kafka, "transactional.id": transactional_id, "transaction.timeout.ms": 300_000})
     client.init_transactions(30)
     client.begin_transaction()
     return client
@@ -164,7 +164,7 @@ def publish(kafka: dict[str, Any], conninfo: str, topic: str, start: str) -> int
             left = list(range(first, first + 100))
             while left:
                 deliveries = producer.produce_many(topic, [ProducerRecord(b"%d" % n, dedup_key=n) for n in left])
-                producer.flush(30)
+                producer.flush()
                 sent += sum(d.outcome is Outcome.DELIVERED for d in deliveries)
                 left = [int(str(d.identity)) for d in deliveries if d.outcome is Outcome.HELD_ELSEWHERE]
     owner.close()
@@ -182,7 +182,7 @@ def test_two_processes_publish_each_key_once(
         asked = [pool.submit(publish, kafka, conninfo, topic, topic) for _ in range(2)]
         until(lambda: db.execute(waiting).fetchone() == (2,), 60, "both to wait for the start")
         db.execute("SELECT pg_advisory_unlock_all()")
-        assert sum(each.result(60) for each in asked) == 1000
+        assert sum(each.result(200) for each in asked) == 1000
     assert values(bootstrap_servers, topic) == list(range(1000))
 
 
