@@ -156,6 +156,7 @@ def test_resolve_leaves_unknown_what_a_topic_that_was_made_anew_does_not_hold(ka
     producer.close()
 
 
+@pytest.mark.usefixtures("impatient")
 def test_a_transaction_that_a_compacted_topic_does_not_show_is_unknown(
     proxied_broker: KafkaProxy, name: str, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -169,7 +170,7 @@ def test_a_transaction_that_a_compacted_topic_does_not_show_is_unknown(
         for topics, outcome in (((topic,), Outcome.UNKNOWN), ((topic, plain), Outcome.NOT_PERSISTED)):
             held = proxied_broker.hold(END_TXN)
             expected = pytest.raises(OutcomeUnknown if outcome is Outcome.UNKNOWN else Exception)
-            with expected, producer.transaction(timeout_seconds=5) as transaction:
+            with expected, producer.transaction() as transaction:
                 transaction.messages += [(t, ProducerRecord(b"x", b"key", dedup_key=str(topics))) for t in topics]
             assert held.fired.is_set()
             assert {delivery.outcome for delivery in transaction.deliveries} == {outcome}

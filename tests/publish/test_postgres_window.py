@@ -451,11 +451,11 @@ def test_a_window_that_becomes_much_shorter_keeps_what_was_just_confirmed(
     make_owner: MakeOwner, db: psycopg.Connection[Any], own_schema: str, name: str
 ) -> None:
     """Two of the new windows have passed since the last turn, but not since the key was confirmed."""
-    before = window(make_owner(schema=own_schema), name, seconds=1000)
+    before = window(make_owner(schema=own_schema), name, seconds=10_000)
     pass_window(db, own_schema, 0.5)
     before.reserve("a")
     before.confirm("a")
-    after = window(make_owner(schema=own_schema), name, seconds=100, changes_window=True)
+    after = window(make_owner(schema=own_schema), name, seconds=1000, changes_window=True)
     assert after.reserve("a") is DUPLICATE
     pass_window(db, own_schema, 0.9)
     after.owner.store.run("publish_rotate")

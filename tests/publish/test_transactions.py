@@ -34,7 +34,6 @@ from exactly_once.publish import (
 )
 from exactly_once.publish.delivery import Batch
 from exactly_once.publish.headers import headers_of
-from exactly_once.publish.publisher import ToSend
 from exactly_once.publish.tail import read_tail
 from exactly_once.publish.topic import TopicPublisher
 from tests.publish.conftest import WINDOW_SECONDS, MakeOwner
@@ -44,8 +43,6 @@ from tests.support.kafka_proxy import END_TXN, INIT_PRODUCER_ID, KafkaProxy
 from tests.support.topics import create_topic
 
 MakeProducer = Callable[..., TransactionalProducer]
-ANSWER_SECONDS = 5.0
-"""For so long :func:`impatient` waits for the end of a transaction that is not answered."""
 IMPATIENT = {"socket.timeout.ms": 3000}
 """The client repeats a request that got no answer within this."""
 
@@ -73,21 +70,6 @@ def make_producer(settings: dict[str, Any]) -> Iterator[MakeProducer]:
     yield make
     for producer in made:
         producer.close()
-
-
-@pytest.fixture
-def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Wait briefly for the end of a transaction, and for all before it as long as it takes.
-
-    A limit for the whole of it would be over before the end is asked for, where the machine stands still for a moment.
-    """
-    commit_all = TransactionalProducer._commit_all
-
-    def commit(self: TransactionalProducer, to_send: Sequence[ToSend], _: float) -> tuple[Outcome, KafkaError | None]:
-        self._client.flush(60)
-        return commit_all(self, to_send, time.monotonic() + ANSWER_SECONDS)
-
-    monkeypatch.setattr(TransactionalProducer, "_commit_all", commit)
 
 
 def publish(producer: TransactionalProducer, topic: str, *numbers: int) -> Transaction:
