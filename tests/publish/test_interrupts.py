@@ -82,7 +82,7 @@ def test_a_message_that_the_client_has_taken_is_not_sent_again(bootstrap_servers
         producer.poll(0)  # the client still has it
         again = [producer.produce(topic, b"%d" % n, dedup_key=n) for n in range(4)]
         assert [delivery.is_attached for delivery in again] == [True, True, False, False]
-        producer.flush(30)
+        producer.flush(60)
         assert {delivery.outcome for delivery in again} == {Outcome.DELIVERED}
         way(producer, topic)
     assert values(bootstrap_servers, topic) == {b"%d" % n: 1 for n in range(4)}
@@ -93,7 +93,7 @@ def test_a_report_beside_a_message_in_doubt_is_settled(bootstrap_servers: str) -
     settings = {"bootstrap.servers": bootstrap_servers, "linger.ms": 60_000}
     with DedupProducer(settings, dedup=WindowFilter(keys=10)) as producer:
         producer.produce(topic, b"0", dedup_key=0)
-        producer._client.flush(30)  # while nobody holds a delivery
+        producer._client.flush(60)  # while nobody holds a delivery
         producer._client = Interrupted(producer._client, b"1", is_taken=True)  # type: ignore[assignment]
         with pytest.raises(KeyboardInterrupt):
             producer.produce(topic, b"1", dedup_key=1)
@@ -112,9 +112,9 @@ def test_a_message_that_the_client_has_not_taken_is_unknown_once_all_reports_are
         producer._client = Interrupted(producer._client, b"1", is_taken=False)  # type: ignore[assignment]
         with pytest.raises(KeyboardInterrupt):
             way(producer, topic)
-        producer._client.flush(30)  # the reports of those that nobody holds a delivery of come at once
+        producer._client.flush(60)  # the reports of those that nobody holds a delivery of come at once
         with pytest.raises(Undelivered, match="1 messages failed"):
-            producer.flush(30)
+            producer.flush(60)
         assert producer.filter_of(topic).stats().unknown == 1
         again = [producer.produce(topic, b"%d" % n, dedup_key=n) for n in range(4)]
         assert [(delivery.duplicate, delivery.may_repeat) for delivery in again] == [

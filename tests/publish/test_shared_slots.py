@@ -72,7 +72,7 @@ def test_of_processes_that_race_for_a_key_one_gets_it(make_filter: MakeFilter) -
     barrier = threading.Barrier(len(filters))
 
     def run(made: SharedSlotFilter) -> Counter[State]:
-        barrier.wait(30)
+        barrier.wait(60)
         return Counter(made.reserve(key) for key in keys)
 
     with ThreadPoolExecutor(len(filters)) as pool:
@@ -267,13 +267,13 @@ def test_to_close_waits_for_one_command_and_not_for_a_batch() -> None:
     made._client = client
     with ThreadPoolExecutor(2) as pool:
         batch = pool.submit(made.reserve_many, range(100))
-        assert client.is_asked.wait(30)
+        assert client.is_asked.wait(60)
         closed = pool.submit(made.close)
         until(lambda: made._is_closing or closed.done(), 30, "that it is being closed")
         client.may_answer.set()
-        closed.result(30)
+        closed.result(60)
         with pytest.raises(FilterUnavailable, match="being closed"):
-            batch.result(30)
+            batch.result(60)
     assert client.commands == 1
     assert made.reserve("a") is NEW, "it may be used again"
 

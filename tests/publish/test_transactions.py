@@ -107,19 +107,19 @@ def test_a_client_that_goes_on_commits_what_was_aborted(
     The client repeats an EndTxn that got no answer and says nothing of it; the first one arrives in the next one.
     """
     client = Producer({**settings, **IMPATIENT, "log_level": 0})
-    client.init_transactions(30)
+    client.init_transactions(60)
     late = proxied_broker.hold(END_TXN)
     client.begin_transaction()
     client.produce(topic, b"1", partition=0)
-    client.commit_transaction(30)
+    client.commit_transaction(60)
     assert late.fired.is_set()
     client.begin_transaction()
     client.produce(topic, b"2", partition=0)
-    client.flush(30)
+    client.flush(60)
     late.release()
     assert late.error_code() == 0
     try:
-        client.abort_transaction(30)
+        client.abort_transaction(60)
     except KafkaException as error:
         print("the abort of what is committed:", error)
     assert values(proxied_broker.bootstrap_servers, topic) == [1, 2], "2 was never committed by the application"
@@ -379,7 +379,7 @@ def test_threads_publish_in_turn(proxied_broker: KafkaProxy, make_producer: Make
         running = [pool.submit(publish, producer, topic, *range(n, 40)) for n in range(4) for _ in range(2)]
         deliveries = [d for each in running for d in each.result(60).deliveries]
         done.set()
-        polling.result(30)
+        polling.result(60)
     assert {d.outcome for d in deliveries} <= {Outcome.DELIVERED, Outcome.SKIPPED}
     assert sum(not d.duplicate for d in deliveries) == 40
     assert values(proxied_broker.bootstrap_servers, topic) == list(range(40))
