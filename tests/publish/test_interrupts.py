@@ -235,12 +235,16 @@ def test_a_commit_that_is_interrupted_at_any_line_leaves_nothing_pending(bootstr
         {"bootstrap.servers": bootstrap_servers},
         dedup=lambda _: SequenceFilter(),
         producer_name=name,
-        commit_seconds=0,
     ) as producer:
+        producer.filter_of(topic)
+        committer = producer._committer
+        assert committer is not None
         for line in itertools.count(1):
             numbers = range(3 * line, 3 * line + 3)
+            committer.seconds = 3600.0
             producer.produce_many(topic, [b"%d" % n for n in numbers], sequences=numbers)
             deliveries = [producer.produce(topic, b"", sequence=n) for n in numbers]  # they attach
+            committer.seconds = 0.0  # as if the time had passed
             with contextlib.suppress(Interrupt), interrupter.after(line, "producer.py", "topic.py"):
                 producer.poll(0)
             if interrupter.left:

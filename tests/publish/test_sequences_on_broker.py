@@ -38,6 +38,7 @@ from exactly_once.publish.snapshot import pack, unpack
 from exactly_once.publish.tail import describe, ends_of, read_tail
 from exactly_once.publish.topic import Columns
 from tests.support.topics import create_topic, delete_topic
+from tests.support.waiting import until
 
 Make = Callable[..., DedupProducer]
 
@@ -601,6 +602,18 @@ def test_a_predecessor_that_wakes_up_sends_nothing(
     with pytest.raises(Undelivered):
         zombie.close()
     assert values(bootstrap_servers, topic) == list(range(1, 100))
+
+
+def test_messages_that_have_waited_for_long_enough_are_published_by_produce_too(make: Make, topic: str) -> None:
+    """As by an application that never polls: its first message would wait for thousands of others."""
+    producer, numbers = make(commit_seconds=0.2), itertools.count()
+    first = producer.produce(topic, b"x", sequence=next(numbers))
+
+    def outcome() -> Outcome | None:
+        producer.produce(topic, b"x", sequence=next(numbers))
+        return first.outcome if first.done() else None
+
+    assert until(outcome, 60, "the first to be published") is Outcome.DELIVERED
 
 
 def test_a_client_that_is_replaced_goes_on_where_nobody_has_taken_over(
