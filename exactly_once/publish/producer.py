@@ -230,7 +230,7 @@ class Committer:
         return self._count
 
     def add(self, batch: Batch, places: Sequence[int]) -> None:
-        """Take messages that were reserved, and publish what has come together if it is many."""
+        """Take messages that were reserved, and publish what has come together if it is many or has waited for long."""
         with self._adding:
             if not self._collected:
                 self._since = time.monotonic()
@@ -239,8 +239,7 @@ class Committer:
             else:
                 self._collected.append((batch, list(places)))
             self._count += len(places)
-        if self._count >= self.messages:
-            self.commit()
+        self.commit(only_if_due=self._count < self.messages)
 
     def commit(self, *, only_if_due: bool = False) -> None:
         """Publish what has come together, and settle it; or do so if the first of it has waited for long enough.

@@ -2,24 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 from uuid import uuid4
 
 import psycopg
 import pytest
+from confluent_kafka import KafkaError
 
 from exactly_once.embedded.kafka import Kafka
 from exactly_once.ledger.migrate import migrate
 from exactly_once.publish import (
     Link,
+    Outcome,
     PostgresChain,
     PostgresWindow,
     PublishOwner,
     ShardedWindow,
     SharedSlotFilter,
     Store,
+    TransactionalProducer,
 )
+from exactly_once.publish.publisher import ToSend
 from tests.publish.subjects import BAD_KEYS, BAD_LINKS, IN_MEMORY, ON_SERVERS, Subject, as_bytes
 from tests.support.kafka_proxy import KafkaProxy
 from tests.support.memcached import Memcached, missing_memcached
@@ -112,7 +117,7 @@ def memcached_slots(memcached: Memcached) -> Iterator[Subject]:
     made: list[SharedSlotFilter] = []
 
     def make() -> SharedSlotFilter:
-        made.append(SharedSlotFilter(memcached.address, prefix=uuid4().hex, slots=1 << 32))
+        made.append(SharedSlotFilter(memcached.address, prefix=uuid4().hex, slots=1 << 32, timeout_seconds=60))
         return made[-1]
 
     yield Subject(make, as_bytes, BAD_KEYS)
@@ -145,3 +150,18 @@ def proxied_broker(proxy_and_broker: KafkaProxy) -> Iterator[KafkaProxy]:
     """The same, with no fault left armed."""
     yield proxy_and_broker
     proxy_and_broker.disarm()
+
+
+@pytest.fixture
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Wait five seconds for the end of a transaction, and for all before it as long as it takes.
+
+    A limit for the whole of it would be over before the end is asked for, where the machine stands still for a moment.
+    """
+    commit_all = TransactionalProducer._commit_all
+
+    def commit(self: TransactionalProducer, to_send: Sequence[ToSend], _: float) -> tuple[Outcome, KafkaError | None]:
+        self._client.flush(60)
+        return commit_all(self, to_send, time.monotonic() + 5)
+
+    monkeypatch.setattr(TransactionalProducer, "_commit_all", commit)

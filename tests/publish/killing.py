@@ -239,7 +239,7 @@ def create_led_topic(bootstrap_servers: str, name: str) -> str:
     assignment = [orders[number % len(orders)] for number in range(PARTITIONS)]
     topic = NewTopic(name, PARTITIONS, replica_assignment=assignment, config={"min.insync.replicas": "2"})
     with AdminClient({"bootstrap.servers": bootstrap_servers}) as admin:
-        admin.create_topics([topic])[name].result(30)
+        admin.create_topics([topic])[name].result(60)
     until_in_sync(bootstrap_servers, name)
     # The one that stands still would go on to say that there is no such topic.
     for server in bootstrap_servers.split(","):

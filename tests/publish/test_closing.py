@@ -218,7 +218,7 @@ def test_an_index_error_of_a_callback_is_raised_as_any_other() -> None:
     with DedupProducer(NOWHERE, dedup=WindowFilter(keys=10)) as producer:
         producer.produce("t", b"x", dedup_key=0, on_delivery=fail_by_index)
         with pytest.raises(IndexError):
-            producer.flush(30)
+            producer.flush(60)
 
 
 def test_what_the_client_tells_of_itself_is_no_message(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -150,7 +150,7 @@ def test_of_many_threads_one_gets_the_reservation(subject: Subject) -> None:
     barrier = threading.Barrier(threads)
 
     def run(number: int) -> Counter[State]:
-        barrier.wait(30)
+        barrier.wait(60)
         # Half of them in batches: both forms must exclude each other.
         if number % 2:
             return Counter(made.reserve_many(keys))
@@ -170,7 +170,7 @@ def test_threads_that_retry_failures_confirm_each_key_once(subject: Subject) -> 
 
     def run(number: int) -> Counter[object]:
         mine: Counter[object] = Counter()
-        barrier.wait(30)
+        barrier.wait(60)
         left, turn = set(range(len(keys))), number
         while left:
             for n in sorted(left):

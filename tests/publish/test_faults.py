@@ -25,7 +25,7 @@ def send(bootstrap_servers: str, topic: str, made: Filter[Any], numbers: list[in
     """Send numbers one after another, each with its outcome awaited."""
     with DedupProducer({"bootstrap.servers": bootstrap_servers, "linger.ms": 0}, dedup=made) as producer:
         for n in numbers:
-            producer.produce(topic, b"%d" % n, dedup_key=n).result(30)
+            producer.produce(topic, b"%d" % n, dedup_key=n).result(60)
 
 
 @pytest.mark.fault("E5")

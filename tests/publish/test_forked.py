@@ -31,7 +31,7 @@ else:
     delivery = producer.produce(topic, b"0", **identity)
     publish = lambda: producer.produce(topic, b"0", **identity)
 if use in ("free", "exit") and kind != "transactions":
-    delivery.result(30)  # or the client refers to it
+    delivery.result(60)  # or the client refers to it
 refused = {
     "produce": publish,
     "poll": lambda: producer.poll(0),

@@ -74,7 +74,7 @@ Way = Callable[[DedupProducer, str], None]
 def test_a_message_that_the_client_has_taken_is_not_sent_again(bootstrap_servers: str, way: Way) -> None:
     topic = create_topic(bootstrap_servers, 1)
     # Nothing is sent before the second attempt.
-    settings = {"bootstrap.servers": bootstrap_servers, "linger.ms": 2000}
+    settings = {"bootstrap.servers": bootstrap_servers, "linger.ms": 60_000}
     with DedupProducer(settings, dedup=WindowFilter(keys=10)) as producer:
         producer._client = Interrupted(producer._client, b"1", is_taken=True)  # type: ignore[assignment]
         with pytest.raises(KeyboardInterrupt):
@@ -82,7 +82,7 @@ def test_a_message_that_the_client_has_taken_is_not_sent_again(bootstrap_servers
         producer.poll(0)  # the client still has it
         again = [producer.produce(topic, b"%d" % n, dedup_key=n) for n in range(4)]
         assert [delivery.is_attached for delivery in again] == [True, True, False, False]
-        producer.flush(30)
+        producer.flush(60)
         assert {delivery.outcome for delivery in again} == {Outcome.DELIVERED}
         way(producer, topic)
     assert values(bootstrap_servers, topic) == {b"%d" % n: 1 for n in range(4)}
@@ -90,10 +90,10 @@ def test_a_message_that_the_client_has_taken_is_not_sent_again(bootstrap_servers
 
 def test_a_report_beside_a_message_in_doubt_is_settled(bootstrap_servers: str) -> None:
     topic = create_topic(bootstrap_servers, 1)
-    settings = {"bootstrap.servers": bootstrap_servers, "linger.ms": 2000}
+    settings = {"bootstrap.servers": bootstrap_servers, "linger.ms": 60_000}
     with DedupProducer(settings, dedup=WindowFilter(keys=10)) as producer:
         producer.produce(topic, b"0", dedup_key=0)
-        producer._client.flush(30)  # while nobody holds a delivery
+        producer._client.flush(60)  # while nobody holds a delivery
         producer._client = Interrupted(producer._client, b"1", is_taken=True)  # type: ignore[assignment]
         with pytest.raises(KeyboardInterrupt):
             producer.produce(topic, b"1", dedup_key=1)
@@ -112,9 +112,9 @@ def test_a_message_that_the_client_has_not_taken_is_unknown_once_all_reports_are
         producer._client = Interrupted(producer._client, b"1", is_taken=False)  # type: ignore[assignment]
         with pytest.raises(KeyboardInterrupt):
             way(producer, topic)
-        producer._client.flush(30)  # the reports of those that nobody holds a delivery of come at once
+        producer._client.flush(60)  # the reports of those that nobody holds a delivery of come at once
         with pytest.raises(Undelivered, match="1 messages failed"):
-            producer.flush(30)
+            producer.flush(60)
         assert producer.filter_of(topic).stats().unknown == 1
         again = [producer.produce(topic, b"%d" % n, dedup_key=n) for n in range(4)]
         assert [(delivery.duplicate, delivery.may_repeat) for delivery in again] == [
@@ -235,12 +235,16 @@ def test_a_commit_that_is_interrupted_at_any_line_leaves_nothing_pending(bootstr
         {"bootstrap.servers": bootstrap_servers},
         dedup=lambda _: SequenceFilter(),
         producer_name=name,
-        commit_seconds=0,
     ) as producer:
+        producer.filter_of(topic)
+        committer = producer._committer
+        assert committer is not None
         for line in itertools.count(1):
             numbers = range(3 * line, 3 * line + 3)
+            committer.seconds = 3600.0
             producer.produce_many(topic, [b"%d" % n for n in numbers], sequences=numbers)
             deliveries = [producer.produce(topic, b"", sequence=n) for n in numbers]  # they attach
+            committer.seconds = 0.0  # as if the time had passed
             with contextlib.suppress(Interrupt), interrupter.after(line, "producer.py", "topic.py"):
                 producer.poll(0)
             if interrupter.left:

@@ -49,7 +49,7 @@ def create_led_topic(kafka: Kafka, leader: int, *followers: int) -> str:
     name = f"topic-{uuid4().hex[:12]}"
     topic = NewTopic(name, 1, replica_assignment=[[leader, *followers]], config={"min.insync.replicas": "2"})
     with AdminClient({"bootstrap.servers": kafka.bootstrap_servers}) as admin:
-        admin.create_topics([topic])[name].result(30)
+        admin.create_topics([topic])[name].result(60)
     until_in_sync(kafka.bootstrap_servers, name)
     return name
 

@@ -55,7 +55,7 @@ def set_policy(kafka: Mapping[str, Any], topic: str, policy: str) -> None:
     entry = ConfigEntry("cleanup.policy", policy, incremental_operation=AlterConfigOpType.SET)
     change = ConfigResource(ConfigResource.Type.TOPIC, topic, incremental_configs=[entry])
     with AdminClient(dict(kafka)) as admin:
-        admin.incremental_alter_configs([change])[change].result(30)
+        admin.incremental_alter_configs([change])[change].result(60)
 
 
 def make_anew(kafka: Mapping[str, Any], topic: str) -> None:
@@ -84,7 +84,7 @@ def test_what_a_compacted_topic_does_not_hold_of_a_dead_owner_is_unknown(
     PostgresWindow(dead, scope=topic, seconds=WINDOW_SECONDS).reserve_many(["there", "perhaps cleaned away"])
     client = Producer(kafka)
     client.produce(topic, b"x", b"a compacted topic needs one", headers=with_key(None, "there"))
-    assert client.flush(30) == 0
+    assert client.flush(60) == 0
     if is_later:
         set_policy(kafka, topic, policy)
     end_lease(db, dead)
@@ -148,7 +148,7 @@ def test_resolve_leaves_unknown_what_a_topic_that_has_become_compacted_does_not_
 def test_resolve_leaves_unknown_what_a_topic_that_was_made_anew_does_not_hold(kafka: dict[str, Any]) -> None:
     topic, made = create_topic(kafka["bootstrap.servers"], 1), SequenceFilter()
     producer = DedupProducer(kafka, dedup=made, producer_name=topic)
-    producer.produce(topic, b"1", sequence=1).result(30)
+    producer.produce(topic, b"1", sequence=1).result(60)
     doubt(made, 2)
     make_anew(kafka, topic)
     send(Producer(kafka), topic, *range(20))  # past where the producer knows the old one
@@ -156,6 +156,7 @@ def test_resolve_leaves_unknown_what_a_topic_that_was_made_anew_does_not_hold(ka
     producer.close()
 
 
+@pytest.mark.usefixtures("impatient")
 def test_a_transaction_that_a_compacted_topic_does_not_show_is_unknown(
     proxied_broker: KafkaProxy, name: str, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -169,7 +170,7 @@ def test_a_transaction_that_a_compacted_topic_does_not_show_is_unknown(
         for topics, outcome in (((topic,), Outcome.UNKNOWN), ((topic, plain), Outcome.NOT_PERSISTED)):
             held = proxied_broker.hold(END_TXN)
             expected = pytest.raises(OutcomeUnknown if outcome is Outcome.UNKNOWN else Exception)
-            with expected, producer.transaction(timeout_seconds=5) as transaction:
+            with expected, producer.transaction() as transaction:
                 transaction.messages += [(t, ProducerRecord(b"x", b"key", dedup_key=str(topics))) for t in topics]
             assert held.fired.is_set()
             assert {delivery.outcome for delivery in transaction.deliveries} == {outcome}
@@ -184,7 +185,7 @@ def test_numbers_are_not_sent_on_where_nobody_can_tell_who_else_has_sent_some(
     """A client that is replaced looks for another writer of its name; at the start the topic was another one."""
     topic = create_topic(kafka["bootstrap.servers"], 1)
     producer = DedupProducer(kafka, dedup=SequenceFilter(), producer_name=topic)
-    producer.produce(topic, b"1", sequence=1).result(30)
+    producer.produce(topic, b"1", sequence=1).result(60)
     if change == "compacted":
         set_policy(kafka, topic, "compact")
     else:
@@ -193,7 +194,7 @@ def test_numbers_are_not_sent_on_where_nobody_can_tell_who_else_has_sent_some(
     monkeypatch.setattr("exactly_once.publish.transactional._IDLE_SECONDS", 0.0)
     delivery = producer.produce(topic, b"2", key=b"k", sequence=2)
     with pytest.raises(TailLost, match=f"another producer has taken over '{topic}'.*{change}"):
-        producer.flush(30)
+        producer.flush(60)
     assert delivery.outcome is Outcome.UNKNOWN
     with contextlib.suppress(Undelivered, TailLost):
         producer.close()

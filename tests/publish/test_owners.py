@@ -47,7 +47,7 @@ def kafka(bootstrap_servers: str) -> dict[str, Any]:
 def send(kafka: dict[str, Any], topic: str, key: str) -> None:
     client = Producer(kafka)
     client.produce(topic, key, headers=with_key(None, key))
-    assert client.flush(30) == 0
+    assert client.flush(60) == 0
 
 
 def crash(owner: PublishOwner) -> None:
@@ -82,7 +82,7 @@ def test_a_topic_that_was_made_a_moment_ago_is_waited_for(
     monkeypatch.setattr(Cluster, "describe", told)
     with ThreadPoolExecutor(1) as pool:
         asking = pool.submit(end_positions, kafka, [name])
-        assert is_asked.wait(30)
+        assert is_asked.wait(60)
         create_topic(kafka["bootstrap.servers"], 1, name=name)
         assert asking.result(60)[name].keys() == {TOPIC_ID, 0}
 
@@ -104,7 +104,9 @@ def test_the_start_of_a_take_over_moves_on_behind_what_is_settled_only(
     theirs = PostgresWindow(dead, scope=topic, seconds=WINDOW_SECONDS)
     assert theirs.reserve("early") is State.NEW
     send(kafka, topic, "early")
-    until(lambda: dead._seen is not None and any(dead._seen[1]), 60, "a look at the topic's end with a key in flight")
+    until(
+        lambda: (seen := dead._seen) is not None and any(seen[1]), 60, "a look at the topic's end with a key in flight"
+    )
     rounds = dead._renewed_at
     until(lambda: dead._renewed_at > rounds + 1, 20, "some more renewals")
     assert start_of(db, dead) == {topic: {"0": 0}}, "its message stands at 0"
@@ -250,4 +252,4 @@ def test_an_exclusive_name_is_exclusive_whatever_the_roles_isolation(
         )
         first.commit()
         with pytest.raises(NameTaken):
-            starting.result(30).close()
+            starting.result(60).close()

@@ -25,7 +25,7 @@ def test_a_chain_on_two_topics_is_two_chains(store: Store, bootstrap_servers: st
         with DedupProducer({"bootstrap.servers": bootstrap_servers}, dedup=lambda _: PostgresChain(store)) as producer:
             for topic in topics:
                 is_duplicate = producer.produce(topic, b"x", chain=Link(name, 1)).duplicate
-                producer.flush(30)
+                producer.flush(60)
                 assert is_duplicate is bool(life)
 
 
@@ -96,7 +96,7 @@ def test_a_batch_takes_its_chains_in_one_order(
         until(lambda: db.execute(waiting, [holder.info.backend_pid]).rowcount or batch.done(), 20, "a batch that waits")
         free = db.execute(f"{rows} SKIP LOCKED".encode(), [chains[1:]]).rowcount
         holder.rollback()
-        batch.result(30)
+        batch.result(60)
     assert free == 499
 
 

@@ -119,7 +119,7 @@ def test_batches_of_many_processes_in_any_order_do_not_deadlock(
 
     def run(number: int) -> Counter[State]:
         mine = random.Random(seed + number).sample(keys, len(keys))
-        barrier.wait(30)
+        barrier.wait(60)
         counts: Counter[State] = Counter()
         for start in range(0, len(mine), 100):
             batch = mine[start : start + 100]
@@ -302,7 +302,7 @@ def test_of_many_that_start_under_one_name_one_lives(make_owner: MakeOwner, isol
     barrier = threading.Barrier(6)
 
     def start(_: int) -> bool:
-        barrier.wait(30)
+        barrier.wait(60)
         try:
             make_owner(conninfo=isolated, name=name, exclusive=True)
         except NameTaken:
@@ -413,7 +413,7 @@ def test_generations_turn_under_load_without_losing_a_key_of_the_window(
             over = begun
         stop.set()
         for each in running:
-            each.result(30)
+            each.result(60)
     assert wrong == []
     assert judged > 100
 
@@ -451,11 +451,11 @@ def test_a_window_that_becomes_much_shorter_keeps_what_was_just_confirmed(
     make_owner: MakeOwner, db: psycopg.Connection[Any], own_schema: str, name: str
 ) -> None:
     """Two of the new windows have passed since the last turn, but not since the key was confirmed."""
-    before = window(make_owner(schema=own_schema), name, seconds=1000)
+    before = window(make_owner(schema=own_schema), name, seconds=10_000)
     pass_window(db, own_schema, 0.5)
     before.reserve("a")
     before.confirm("a")
-    after = window(make_owner(schema=own_schema), name, seconds=100, changes_window=True)
+    after = window(make_owner(schema=own_schema), name, seconds=1000, changes_window=True)
     assert after.reserve("a") is DUPLICATE
     pass_window(db, own_schema, 0.9)
     after.owner.store.run("publish_rotate")

@@ -67,7 +67,7 @@ def values(bootstrap_servers: str, topic: str) -> Counter[bytes | None]:
 
 def test_a_key_reaches_the_topic_once(producer: DedupProducer, bootstrap_servers: str, topic: str) -> None:
     first = producer.produce(topic, b"one", dedup_key="a")
-    message = first.result(30)
+    message = first.result(60)
     again = producer.produce(topic, b"again", dedup_key="a")
     other = producer.produce(topic, b"two", dedup_key="b")
     assert message is not None
@@ -76,7 +76,7 @@ def test_a_key_reaches_the_topic_once(producer: DedupProducer, bootstrap_servers
     assert again.duplicate
     assert again.done()
     assert (again.result(0), again.offset, again.outcome) == (None, None, Outcome.SKIPPED)
-    other.result(30)
+    other.result(60)
     assert values(bootstrap_servers, topic) == {b"one": 1, b"two": 1}
 
 
@@ -86,7 +86,7 @@ def test_a_duplicate_in_flight_gets_the_same_outcome(
     first, twin, third = (producer.produce(topic, b"%d" % n, dedup_key="a") for n in range(3))
     assert [d.is_attached for d in (first, twin, third)] == [False, True, True]
     assert not twin.duplicate, "nobody knows yet"
-    twin.result(30)
+    twin.result(60)
     assert (first.duplicate, twin.duplicate, third.duplicate) == (False, True, True)
     assert first.offset == twin.offset == third.offset is not None
     assert values(bootstrap_servers, topic) == {b"0": 1}
@@ -98,7 +98,7 @@ def test_the_same_key_on_two_topics_is_two_messages(
     other = create_topic(bootstrap_servers, 1)
     assert not producer.produce(topic, b"x", dedup_key="a").duplicate
     assert not producer.produce(other, b"x", dedup_key="a").duplicate
-    producer.flush(30)
+    producer.flush(60)
     assert values(bootstrap_servers, topic) == values(bootstrap_servers, other) == {b"x": 1}
 
 
@@ -131,7 +131,7 @@ def test_numbered_messages_are_tried_for_as_long_as_the_client_is_told_to(
     """For the client none is no end, and more than a transaction may last is too much."""
     kafka = {"bootstrap.servers": bootstrap_servers, **settings}
     with DedupProducer(kafka, dedup=SequenceFilter(), producer_name=topic) as made:
-        made.produce(topic, b"x", sequence=1).result(30)
+        made.produce(topic, b"x", sequence=1).result(60)
         assert made._committer is not None
         assert made._committer.timeout == seconds
 
@@ -144,7 +144,7 @@ def test_callbacks_are_called_for_every_call_once(producer: DedupProducer, topic
 
     producer.produce(topic, b"0", dedup_key="a", on_delivery=note(0))
     producer.produce(topic, b"1", dedup_key="a", on_delivery=note(1))
-    producer.flush(30)
+    producer.flush(60)
     producer.produce(topic, b"2", dedup_key="a", on_delivery=note(2))
     producer.poll(0)
     assert sorted(number for number, _, _ in called) == [0, 1, 2]
@@ -164,8 +164,8 @@ def test_a_callback_that_raises_propagates_and_loses_no_other(producer: DedupPro
     for n in range(1, 5):
         producer.produce(topic, b"x", dedup_key=n, on_delivery=lambda *_: called.append(1))
     with pytest.raises(RuntimeError, match="own"):
-        producer.flush(30)
-    producer.flush(30)
+        producer.flush(60)
+    producer.flush(60)
     assert len(called) == 4
     assert producer.produce(topic, b"0", dedup_key=0).duplicate, "it was marked before the callback was called"
 
@@ -215,10 +215,10 @@ def test_a_message_refused_by_the_broker_is_surely_not_there(bootstrap_servers: 
     topic = create_topic(bootstrap_servers, 1, max_message_bytes="1000")
     with DedupProducer({"bootstrap.servers": bootstrap_servers}, dedup=WindowFilter(keys=10)) as made:
         with pytest.raises(NotPersisted):
-            made.produce(topic, b"x" * 5000, dedup_key="a").result(30)
+            made.produce(topic, b"x" * 5000, dedup_key="a").result(60)
         again = made.produce(topic, b"small", dedup_key="a")
         assert not again.may_repeat
-        assert again.result(30) is not None
+        assert again.result(60) is not None
 
 
 def test_a_full_queue_marks_nothing(bootstrap_servers: str, topic: str) -> None:
@@ -232,7 +232,7 @@ def test_a_full_queue_marks_nothing(bootstrap_servers: str, topic: str) -> None:
             except BufferError:
                 refused.append(n)
         assert len(refused) == 17
-        made.flush(30)
+        made.flush(60)
         assert made.filter_of(topic).stats().in_flight == 0
         for n in refused:
             (delivery,) = made.produce_many(topic, [ProducerRecord(b"%d" % n, dedup_key=n)], room_seconds=30)
@@ -269,11 +269,11 @@ def test_deduplication_is_off_where_it_is_told_to_be(bootstrap_servers: str, top
     for options in ({"enabled": False}, {"topics": {topic[:5] + "*": False}}):
         with DedupProducer(settings, dedup=WindowFilter(keys=10), **options) as made:
             assert not made.produce(topic, b"x", dedup_key="a").duplicate
-            assert made.produce(topic, b"x", dedup_key="a").result(30) is not None
+            assert made.produce(topic, b"x", dedup_key="a").result(60) is not None
             made.produce(topic, b"y")
     assert values(bootstrap_servers, topic) == {b"x": 4, b"y": 2}
     with DedupProducer(settings, dedup=WindowFilter(keys=10), topics={topic: True, "*": False}) as made:
-        made.produce(topic, b"z", dedup_key="a").result(30)
+        made.produce(topic, b"z", dedup_key="a").result(60)
         assert made.produce(topic, b"z", dedup_key="a").duplicate
 
 
@@ -288,12 +288,12 @@ def test_many_messages_at_once(producer: DedupProducer, bootstrap_servers: str, 
     keys = ["a", "b", "a", "c"]
     deliveries = producer.produce_many(topic, [ProducerRecord(b"%d" % n, dedup_key=key) for n, key in enumerate(keys)])
     assert [d.is_attached for d in deliveries] == [False, False, True, False]
-    producer.flush(30)
+    producer.flush(60)
     assert [d.duplicate for d in deliveries] == [False, False, True, False]
     assert deliveries[0].offset == deliveries[2].offset is not None
     more = producer.produce_many(topic, [ProducerRecord(b"5", dedup_key="c"), ProducerRecord(b"6", dedup_key="d")])
     assert [d.duplicate for d in more] == [True, False]
-    producer.flush(30)
+    producer.flush(60)
     assert values(bootstrap_servers, topic) == {b"0": 1, b"1": 1, b"3": 1, b"6": 1}
 
 
@@ -309,7 +309,7 @@ def test_many_threads_send_each_key_once(producer: DedupProducer, bootstrap_serv
     barrier = threading.Barrier(6)
 
     def run(_: int) -> list[Delivery]:
-        barrier.wait(30)
+        barrier.wait(60)
         mine = []
         for key in keys:
             mine.append(producer.produce(topic, key.bytes, dedup_key=key))
@@ -318,7 +318,7 @@ def test_many_threads_send_each_key_once(producer: DedupProducer, bootstrap_serv
 
     with ThreadPoolExecutor(6) as pool:
         deliveries = [delivery for mine in pool.map(run, range(6)) for delivery in mine]
-    producer.flush(30)
+    producer.flush(60)
     assert all(d.outcome in (Outcome.DELIVERED, Outcome.SKIPPED) for d in deliveries)
     assert sum(not d.duplicate for d in deliveries) == len(keys)
     assert values(bootstrap_servers, topic) == dict.fromkeys((key.bytes for key in keys), 1)
@@ -348,7 +348,7 @@ def test_chains_deduplicate_by_number(bootstrap_servers: str, topic: str) -> Non
         twins = [ProducerRecord(b"6", chain=Link("c", 600, before)) for before in (500, 550)]
         with pytest.raises(InconsistentChain, match="named 500"):
             made.produce_many(topic, twins)
-        made.flush(30)
+        made.flush(60)
         assert made.produce(topic, b"2", chain=Link("c", 200, 100)).duplicate
         with pytest.raises(InconsistentChain, match="named 100"):
             made.produce(topic, b"2", chain=Link("c", 200, 150))
@@ -533,7 +533,7 @@ def test_a_filter_whose_first_topic_could_not_be_opened_is_free(monkeypatch: pyt
 def test_nothing_stays_behind_in_memory(producer: DedupProducer, topic: str) -> None:
     for n in range(2000):
         producer.produce(topic, b"x", dedup_key=n)
-    producer.flush(30)
+    producer.flush(60)
     of_topic = producer._topics[topic]
     assert (of_topic.in_flight, of_topic.reported, any(of_topic._due.values())) == ({}, [], False)
     assert not producer.calls
@@ -548,7 +548,7 @@ def test_calls_that_attach_keep_no_older_messages_alive(producer: DedupProducer,
         producer.poll(0)
     for _ in range(60):
         producer.produce(topic, b"x", dedup_key=uuid4())
-    producer.flush(30)
+    producer.flush(60)
     gc.collect()
     assert first() is None
 
@@ -566,7 +566,7 @@ def test_a_report_whose_callback_was_interrupted_is_not_taken_for_success(
         patched.setattr(Batch, "report", interrupted)
         delivery = made.produce(topic, None, dedup_key="a")
         with pytest.raises(KeyboardInterrupt):
-            made.flush(30)
+            made.flush(60)
     assert not delivery.done()
     with pytest.raises(Undelivered):
         made.close()
@@ -585,7 +585,7 @@ def test_an_error_of_the_filter_hides_no_outcome(bootstrap_servers: str, topic: 
     made = DedupProducer({"bootstrap.servers": bootstrap_servers}, dedup=Failing(keys=10))
     delivery = made.produce(topic, b"x", dedup_key="a")
     with pytest.raises(OSError, match="no space"):
-        made.flush(30)
+        made.flush(60)
     assert delivery.outcome is Outcome.DELIVERED
     assert made.produce(topic, b"x", dedup_key="a").duplicate, "what could not be marked is still known here"
     with pytest.raises(OSError, match="no space"):
@@ -611,7 +611,7 @@ def test_passed_on_headers_of_ours_do_not_deceive(bootstrap_servers: str, topic:
     with DedupProducer(
         {"bootstrap.servers": bootstrap_servers}, dedup=SequenceFilter(), producer_name="forwarder"
     ) as made:
-        made.produce(topic, b"1", sequence=1, headers=stale).result(30)
+        made.produce(topic, b"1", sequence=1, headers=stale).result(60)
     with DedupProducer(
         {"bootstrap.servers": bootstrap_servers}, dedup=SequenceFilter(), producer_name="forwarder"
     ) as again:
@@ -624,7 +624,7 @@ def test_a_duplicate_that_attaches_while_the_original_is_settled_is_settled_too(
 ) -> None:
     """Between the outcome and the end of the key's flight another thread may come in."""
     delivery = producer.produce(topic, b"x", dedup_key="a")
-    delivery.result(30)
+    delivery.result(60)
     called: list[object] = []
     producer._topics[topic].in_flight["a"] = delivery.entry[0]
     twin = producer.produce(topic, b"x", dedup_key="a", on_delivery=lambda *arguments: called.append(arguments))
@@ -663,8 +663,8 @@ def test_a_failure_that_somebody_has_looked_at_is_not_raised(bootstrap_servers: 
         made.produce(small, REFUSED, dedup_key="callback", on_delivery=lambda error, _: told.append(error))
         asked = made.produce(small, REFUSED, dedup_key="result")
         with pytest.raises(NotPersisted):
-            asked.result(30)
-        made.flush(30)
+            asked.result(60)
+        made.flush(60)
         made.produce(small, REFUSED, dedup_key="sent again")
         until(lambda: made.poll(0.1) >= 0 and not made._topics[small].in_flight, 30, "the report")
         made.produce(small, b"small", dedup_key="sent again")

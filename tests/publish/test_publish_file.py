@@ -35,7 +35,7 @@ def make_file(path: Path, count: int, rng: random.Random) -> list[bytes]:
 
 
 DIES_AT_A_LINE = """
-import os, runpy, sys, threading
+import os, runpy, sys, threading, time
 from exactly_once.publish import DedupProducer
 line, seconds, sys.argv = int(sys.argv[1]), float(sys.argv[2]), sys.argv[3:]
 produced = 0
@@ -44,11 +44,16 @@ def produce(self, *args, real=DedupProducer.produce, **options):
     produced += 1
     if produced == line:
         threading.Timer(seconds, os.kill, (os.getpid(), 9)).start()
+    elif line and produced == line + 2000:
+        time.sleep(60)
     return real(self, *args, **options)
 DedupProducer.produce = produce
 runpy.run_path(sys.argv[0], run_name="__main__")
 """
-"""Kills itself some time after a line: from outside, it would have ended first on a busy machine."""
+"""Kills itself some time after a line: from outside, it would have ended first on a busy machine.
+
+So it might if the timer is late: 2,000 lines further it waits for that.
+"""
 DIES_BEFORE_A_NOTE = """
 import os, pathlib, runpy, sys
 after, sys.argv = int(sys.argv[1]), sys.argv[2:]

@@ -372,7 +372,7 @@ def test_shared_slots_lose_nothing_and_double_nothing_unsaid(memcached: Memcache
     made: list[SharedSlotFilter] = []
 
     def make() -> SharedSlotFilter:
-        made.append(SharedSlotFilter(memcached.address, prefix=name, slots=1 << 32))
+        made.append(SharedSlotFilter(memcached.address, prefix=name, slots=1 << 32, timeout_seconds=60))
         return made[-1]
 
     world = World(seeds([], new=1)[0], make, lambda n: n)

@@ -36,7 +36,7 @@ def put(bootstrap_servers: str, topic: str, headers: Any) -> None:
     """Put a message into the topic whose report nobody gets."""
     client = Producer({"bootstrap.servers": bootstrap_servers})
     client.produce(topic, b"x", headers=headers)
-    assert client.flush(30) == 0
+    assert client.flush(60) == 0
 
 
 def doubt(made: Filter[Any], *keys: Any) -> None:
@@ -55,7 +55,7 @@ def test_keys_that_are_in_the_topic_are_duplicates_and_others_stay_unknown(
     }
     made = kinds[kind]()
     with DedupProducer({"bootstrap.servers": bootstrap_servers}, dedup=made) as producer:
-        producer.produce(topic, b"x", dedup_key="delivered").result(30)
+        producer.produce(topic, b"x", dedup_key="delivered").result(60)
         doubt(made, "there", "not there", "x" * 1000)
         put(bootstrap_servers, topic, with_key(None, "there"))
         put(bootstrap_servers, topic, with_key(None, "x" * 1000))
@@ -74,7 +74,7 @@ def test_numbers_that_are_not_in_the_topic_are_absent_because_nothing_can_arrive
 ) -> None:
     made = SequenceFilter()
     with DedupProducer({"bootstrap.servers": bootstrap_servers}, dedup=made, producer_name=topic) as producer:
-        producer.produce(topic, b"1", sequence=1).result(30)
+        producer.produce(topic, b"1", sequence=1).result(60)
         # The end of its transaction comes a moment behind the answer, and nothing of this producer before it.
         until(lambda: sum(ends_of({"bootstrap.servers": bootstrap_servers}, topic).values()) == 2, 60, "the end of it")
         doubt(made, 2, 3)
@@ -83,14 +83,14 @@ def test_numbers_that_are_not_in_the_topic_are_absent_because_nothing_can_arrive
         assert producer.resolve(topic) == Resolved(delivered=1, absent=1, unknown=0)
         assert producer.last_sequence_id(topic) == 2
         assert not producer.produce(topic, b"3", sequence=3).may_repeat
-        producer.flush(30)
+        producer.flush(60)
         assert producer.last_sequence_id(topic) == 3
 
 
 def test_what_retention_has_removed_is_not_taken_for_absent(bootstrap_servers: str, topic: str) -> None:
     made = SequenceFilter()
     with DedupProducer({"bootstrap.servers": bootstrap_servers}, dedup=made, producer_name=topic) as producer:
-        producer.produce(topic, b"1", sequence=1).result(30)
+        producer.produce(topic, b"1", sequence=1).result(60)
         doubt(made, 2)
         put(bootstrap_servers, topic, with_sequence(None, topic, 1, 2))
         put(bootstrap_servers, topic, None)

@@ -29,7 +29,7 @@ def test_figures_and_skipped_duplicates_are_shown(bootstrap_servers: str, caplog
         for topic in topics:
             producer.produce(topic, b"x", dedup_key="a")
             producer.produce(topic, b"x", dedup_key="a")
-            producer.flush(30)
+            producer.flush(60)
             producer.produce(topic, b"x", dedup_key="a")
         families = {family.name: family.samples for family in parser.text_string_to_metric_families(producer.metrics())}
     found = {(s.labels["topic"], s.labels["outcome"]): s.value for s in families["exactly_once_publish_messages"]}
@@ -68,7 +68,7 @@ def test_a_frozen_database_does_not_hold_up_poll(
             db.execute(f'LOCK TABLE "{own_schema}".publish_window IN ACCESS EXCLUSIVE MODE'.encode())
             answer = pool.submit(delivery.result, 60)
             try:
-                message = answer.result(30)
+                message = answer.result(60)
             except TimeoutError:
                 db.execute("ROLLBACK")  # let the thread end
                 raise

@@ -38,6 +38,7 @@ from exactly_once.publish.snapshot import pack, unpack
 from exactly_once.publish.tail import describe, ends_of, read_tail
 from exactly_once.publish.topic import Columns
 from tests.support.topics import create_topic, delete_topic
+from tests.support.waiting import until
 
 Make = Callable[..., DedupProducer]
 
@@ -65,7 +66,7 @@ def make(bootstrap_servers: str) -> Iterator[Make]:
 def send(producer: DedupProducer, topic: str, *numbers: int) -> None:
     for number in numbers:
         producer.produce(topic, b"%d" % number, sequence=number)
-    assert producer.flush(30) == 0
+    assert producer.flush(60) == 0
 
 
 def values(bootstrap_servers: str, topic: str) -> list[int]:
@@ -76,7 +77,7 @@ def lose(bootstrap_servers: str, topic: str, number: int, before: int, name: str
     """Put a message into the topic as a producer that died would have left it."""
     client = Producer({"bootstrap.servers": bootstrap_servers})
     client.produce(topic, b"%d" % number, headers=with_sequence(None, name, before, number))
-    assert client.flush(30) == 0
+    assert client.flush(60) == 0
 
 
 def test_a_restart_goes_on_where_the_topic_ends(make: Make, bootstrap_servers: str, topic: str) -> None:
@@ -101,7 +102,7 @@ def test_headers_that_the_caller_fills_anew_are_those_of_each_message(
         producer.produce(topic, b"%d" % number, sequence=number, headers=headers)
     records = [ProducerRecord(b"%d" % n, sequence=n, headers=iter([("n", b"%d" % n)])) for n in range(3, 6)]
     producer.produce_many(topic, records)
-    assert producer.flush(30) == 0
+    assert producer.flush(60) == 0
     read = read_tail({"bootstrap.servers": bootstrap_servers}, topic, None)
     found = {message.value(): dict(headers_of(message) or ())["n"] for message in read}
     assert found == {b"%d" % n: b"%d" % n for n in range(6)}
@@ -150,7 +151,7 @@ def test_a_new_name_need_not_read_what_is_older(make: Make, bootstrap_servers: s
     client = Producer({"bootstrap.servers": bootstrap_servers})
     for n in range(30):
         client.produce(topic, b"of another", partition=n % 2, timestamp=1_000_000_000_000 + n)
-    assert client.flush(30) == 0
+    assert client.flush(60) == 0
     since = datetime(2020, 1, 1, tzinfo=UTC)
     send(make(published_since=since), topic, 1, 2)
     filled = SequenceFilter()
@@ -356,7 +357,7 @@ def test_what_is_in_doubt_behind_a_transaction_that_has_just_ended_is_looked_for
     """The record that ends it may not be there yet: the log seems to end before the position behind it."""
     producer = make()
     for number in range(0, 40, 2):
-        producer.produce(topic, b"%d" % number, sequence=number, partition=0).result(30)
+        producer.produce(topic, b"%d" % number, sequence=number, partition=0).result(60)
         made = producer.filter_of(topic)
         made.reserve(number + 1)
         made.mark_unknown(number + 1)
@@ -389,7 +390,7 @@ def test_a_topic_without_any_message_of_ours_is_refused_once_it_was_trimmed(
     new = make(producer_name="new", accept_trimmed=True)
     for n in range(30):
         new.produce(topic, b"%d" % n, partition=n % 3, sequence=n)
-    new.flush(30)
+    new.flush(60)
     assert make(producer_name="new").last_sequence_id(topic) == 29, "back to its first message, in all partitions"
 
 
@@ -398,7 +399,7 @@ def delete_all(bootstrap_servers: str, topic: str) -> None:
     admin = AdminClient({"bootstrap.servers": bootstrap_servers})
     wanted = [TopicPartition(p.topic, p.number, offset) for p, offset in ends.items()]
     for future in admin.delete_records(wanted).values():
-        future.result(30)
+        future.result(60)
 
 
 def test_a_message_without_a_number_is_refused(make: Make, topic: str) -> None:
@@ -437,22 +438,22 @@ def test_an_open_transaction_hides_committed_messages_until_it_ends(
     """A reader that stops at the end it is shown sees nothing. Ours waits for what the log holds, and logs that."""
     monkeypatch.setattr(tail, "_TOLD_SECONDS", 0.2)
     settings = {"bootstrap.servers": bootstrap_servers}
-    other = Producer({**settings, "transactional.id": f"{topic}-other", "transaction.timeout.ms": 60_000})
-    other.init_transactions(30)
+    other = Producer({**settings, "transactional.id": f"{topic}-other", "transaction.timeout.ms": 300_000})
+    other.init_transactions(60)
     other.begin_transaction()
     other.produce(topic, b"-1", partition=0)
-    other.flush(30)
+    other.flush(60)
     plain = Producer(settings)
     for n in range(10):
         plain.produce(topic, b"%d" % n, partition=0)
-    assert plain.flush(30) == 0
+    assert plain.flush(60) == 0
     starts = {Partition(topic, n): 0 for n in range(3)}
     with pytest.raises(TailHidden, match="open"):
-        list(read_tail(settings, topic, starts, seconds=1))
+        list(read_tail(settings, topic, starts, seconds=15))  # less is over before a busy broker shows where the end is
     (told,) = (record for record in caplog.records if getattr(record, "action", "") == "waits_for_tail")
     assert told.getMessage().startswith(f"{topic}[0] shows nothing from offset 0 on, and its log ends at ")
     reading = read_tail(settings, topic, starts, seconds=60)
-    other.abort_transaction(30)
+    other.abort_transaction(60)
     assert sorted(int(message.value() or b"") for message in reading) == list(range(10))
 
 
@@ -460,13 +461,13 @@ def test_reading_ends_behind_an_aborted_transaction(bootstrap_servers: str, topi
     """The last offsets of the log are no messages."""
     settings = {"bootstrap.servers": bootstrap_servers}
     producer = Producer({**settings, "transactional.id": f"{topic}-t"})
-    producer.init_transactions(30)
+    producer.init_transactions(60)
     for value, commit in ((b"1", True), (b"2", False)):
         producer.begin_transaction()
         for partition in range(3):
             producer.produce(topic, value, partition=partition)
-        producer.flush(30)
-        (producer.commit_transaction if commit else producer.abort_transaction)(30)
+        producer.flush(60)
+        (producer.commit_transaction if commit else producer.abort_transaction)(60)
     assert [m.value() for m in read_tail(settings, topic, None, seconds=60)] == [b"1"] * 3
 
 
@@ -596,11 +597,23 @@ def test_a_predecessor_that_wakes_up_sends_nothing(
     for _ in range(2):
         late = zombie.produce(topic, b"100", sequence=100)
         with pytest.raises(ProducerFenced):
-            zombie.flush(30)
+            zombie.flush(60)
         assert late.outcome is Outcome.NOT_PERSISTED
     with pytest.raises(Undelivered):
         zombie.close()
     assert values(bootstrap_servers, topic) == list(range(1, 100))
+
+
+def test_messages_that_have_waited_for_long_enough_are_published_by_produce_too(make: Make, topic: str) -> None:
+    """As by an application that never polls: its first message would wait for thousands of others."""
+    producer, numbers = make(commit_seconds=0.2), itertools.count()
+    first = producer.produce(topic, b"x", sequence=next(numbers))
+
+    def outcome() -> Outcome | None:
+        producer.produce(topic, b"x", sequence=next(numbers))
+        return first.outcome if first.done() else None
+
+    assert until(outcome, 60, "the first to be published") is Outcome.DELIVERED
 
 
 def test_a_client_that_is_replaced_goes_on_where_nobody_has_taken_over(
@@ -619,7 +632,7 @@ def test_a_refused_message_leaves_the_others_of_its_transaction(make: Make, boot
     producer = make()
     large = [producer.produce(topic, b"x" * 2_000_000 if n == 2 else b"%d" % n, sequence=n) for n in range(4)][2]
     with pytest.raises(Undelivered, match="1 messages failed"):
-        producer.flush(30)
+        producer.flush(60)
     assert large.outcome is Outcome.NOT_PERSISTED
     assert values(bootstrap_servers, topic) == [0, 1, 3]
     assert producer.last_sequence_id(topic) == 1
@@ -633,7 +646,7 @@ def test_what_is_no_message_leaves_the_others_of_its_transaction(
     bad = [producer.produce(topic, sequence=2 * n, **given) for n, given in enumerate(wrong)]
     good = [producer.produce(topic, b"%d" % n, sequence=2 * n + 1) for n in range(10, 13)]
     with pytest.raises(Undelivered, match=r"4 messages failed.*; 0 to"):
-        producer.flush(30)
+        producer.flush(60)
     assert {delivery.outcome for delivery in bad} == {Outcome.NOT_PERSISTED}
     assert {delivery.outcome for delivery in good} == {Outcome.DELIVERED}
     assert values(bootstrap_servers, topic) == [10, 11, 12]

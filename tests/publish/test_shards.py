@@ -189,7 +189,7 @@ def test_a_reservation_under_way_is_seen_by_who_brings_a_new_map(shard: MakeShar
         with pytest.raises(TimeoutError):
             starting.result(0.3)
         connection.commit()
-        after = starting.result(30)
+        after = starting.result(60)
     assert after.reserve(moved) is IN_FLIGHT
     with pytest.raises(ProducerFenced, match="version 2"):
         before.reserve(moved)

@@ -47,8 +47,8 @@ def kafka(bootstrap_servers: str) -> dict[str, Any]:
 
 
 def in_transaction(kafka: dict[str, Any], transactional_id: str) -> Producer:
-    client = Producer({**kafka, "transactional.id": transactional_id, "transaction.timeout.ms": 60_000})
-    client.init_transactions(30)
+    client = Producer({**kafka, "transactional.id": transactional_id, "transaction.timeout.ms": 300_000})
+    client.init_transactions(60)
     client.begin_transaction()
     return client
 
@@ -56,7 +56,7 @@ def in_transaction(kafka: dict[str, Any], transactional_id: str) -> Producer:
 def send(client: Producer, topic: str, *keys: Key) -> None:
     for key in keys:
         client.produce(topic, str(key), partition=0, headers=with_key(None, key))
-    client.flush(30)
+    client.flush(60)
 
 
 def is_served(client: Producer, topic: str) -> bool:
@@ -77,7 +77,7 @@ def test_a_dead_owner_is_fenced_and_its_committed_messages_are_found_behind_an_o
     theirs.reserve_many(["committed", "open", "never sent"])
     client = in_transaction(kafka, f"{topic}-dead")
     send(client, topic, "committed")
-    client.commit_transaction(30)
+    client.commit_transaction(60)
     client.begin_transaction()
     send(client, topic, "open")
     end_lease(db, dead)
@@ -89,7 +89,7 @@ def test_a_dead_owner_is_fenced_and_its_committed_messages_are_found_behind_an_o
         with pytest.raises(KafkaException):
             until(lambda: is_served(client, topic), 30, "the fence")
         assert not asking.done(), "it must not believe the end that it is shown"
-        hiding.commit_transaction(30)
+        hiding.commit_transaction(60)
         assert asking.result(60) == [DUPLICATE, NEW, NEW, NEW]
 
 
@@ -164,7 +164,7 @@ def publish(kafka: dict[str, Any], conninfo: str, topic: str, start: str) -> int
             left = list(range(first, first + 100))
             while left:
                 deliveries = producer.produce_many(topic, [ProducerRecord(b"%d" % n, dedup_key=n) for n in left])
-                producer.flush(30)
+                producer.flush()
                 sent += sum(d.outcome is Outcome.DELIVERED for d in deliveries)
                 left = [int(str(d.identity)) for d in deliveries if d.outcome is Outcome.HELD_ELSEWHERE]
     owner.close()
@@ -182,7 +182,7 @@ def test_two_processes_publish_each_key_once(
         asked = [pool.submit(publish, kafka, conninfo, topic, topic) for _ in range(2)]
         until(lambda: db.execute(waiting).fetchone() == (2,), 60, "both to wait for the start")
         db.execute("SELECT pg_advisory_unlock_all()")
-        assert sum(each.result(60) for each in asked) == 1000
+        assert sum(each.result(200) for each in asked) == 1000
     assert values(bootstrap_servers, topic) == list(range(1000))
 
 
@@ -192,7 +192,7 @@ def test_a_second_producer_under_a_name_is_refused_and_a_dead_one_is_fenced(
     owner = make_owner(name=topic, exclusive=True)
     with DedupProducer(kafka, dedup=SequenceFilter(), owner=owner) as producer:
         producer.produce(topic, b"1", sequence=1)
-        producer.flush(30)
+        producer.flush(60)
         with pytest.raises(NameTaken):
             make_owner(name=topic, exclusive=True)
         end_lease(db, owner)

@@ -162,5 +162,5 @@ def test_every_number_is_there_once_however_often_it_was_killed(seed: int, boots
             time.sleep(rng.random() * 0.01)  # some way into the next transaction, or behind it
         assert process.returncode == -9
     with child(NUMBERS, *arguments) as process:
-        assert process.wait(60) == 0
+        assert process.wait(200) == 0
     assert values(bootstrap_servers, topic) == list(range(COUNT))

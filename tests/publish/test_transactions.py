@@ -72,8 +72,8 @@ def make_producer(settings: dict[str, Any]) -> Iterator[MakeProducer]:
         producer.close()
 
 
-def publish(producer: TransactionalProducer, topic: str, *numbers: int, seconds: float = 60) -> Transaction:
-    with producer.transaction(timeout_seconds=seconds) as transaction:
+def publish(producer: TransactionalProducer, topic: str, *numbers: int) -> Transaction:
+    with producer.transaction() as transaction:
         for n in numbers:
             transaction.produce(topic, b"%d" % n, partition=n % 2, dedup_key=n)
     return transaction
@@ -83,7 +83,7 @@ def refused(
     producer: TransactionalProducer,
     error: type[BaseException],
     *wanted: tuple[str, ProducerRecord],
-    seconds: float = 10,
+    seconds: float = 60,
 ) -> Transaction:
     """Publish what must fail with an error; return the transaction."""
     with pytest.raises(error), producer.transaction(timeout_seconds=seconds) as transaction:
@@ -107,19 +107,19 @@ def test_a_client_that_goes_on_commits_what_was_aborted(
     The client repeats an EndTxn that got no answer and says nothing of it; the first one arrives in the next one.
     """
     client = Producer({**settings, **IMPATIENT, "log_level": 0})
-    client.init_transactions(30)
+    client.init_transactions(60)
     late = proxied_broker.hold(END_TXN)
     client.begin_transaction()
     client.produce(topic, b"1", partition=0)
-    client.commit_transaction(30)
+    client.commit_transaction(60)
     assert late.fired.is_set()
     client.begin_transaction()
     client.produce(topic, b"2", partition=0)
-    client.flush(30)
+    client.flush(60)
     late.release()
     assert late.error_code() == 0
     try:
-        client.abort_transaction(30)
+        client.abort_transaction(60)
     except KafkaException as error:
         print("the abort of what is committed:", error)
     assert values(proxied_broker.bootstrap_servers, topic) == [1, 2], "2 was never committed by the application"
@@ -181,6 +181,7 @@ def test_a_clean_commit_keeps_the_client(make_producer: MakeProducer, proxied_br
     assert values(proxied_broker.bootstrap_servers, topic) == list(range(41))
 
 
+@pytest.mark.usefixtures("impatient")
 def test_a_lost_answer_is_looked_up_in_the_topic(
     proxied_broker: KafkaProxy, make_producer: MakeProducer, topic: str
 ) -> None:
@@ -188,13 +189,14 @@ def test_a_lost_answer_is_looked_up_in_the_topic(
     producer = make_producer()
     publish(producer, topic, 1)
     lost = proxied_broker.lose_answer(END_TXN)
-    transaction = publish(producer, topic, 3, 4, seconds=5)
+    transaction = publish(producer, topic, 3, 4)
     assert lost.fired.is_set()
     assert outcomes(transaction) == [Outcome.DELIVERED] * 2
     assert publish(producer, topic, 3, 4).deliveries[0].duplicate
     assert values(proxied_broker.bootstrap_servers, topic) == [1, 3, 4]
 
 
+@pytest.mark.usefixtures("impatient")
 def test_an_end_that_never_arrives_is_an_abort(
     proxied_broker: KafkaProxy, make_producer: MakeProducer, topic: str
 ) -> None:
@@ -203,7 +205,7 @@ def test_an_end_that_never_arrives_is_an_abort(
     publish(producer, topic, 1)
     held = proxied_broker.hold(END_TXN)
     told: list[object] = []
-    with pytest.raises(NotPersisted), producer.transaction(timeout_seconds=5) as transaction:
+    with pytest.raises(NotPersisted), producer.transaction() as transaction:
         transaction.produce(topic, b"3", partition=1, dedup_key=3, on_delivery=lambda error, _: told.append(error))
     assert held.fired.is_set()
     assert outcomes(transaction) == [Outcome.NOT_PERSISTED]
@@ -217,6 +219,7 @@ def test_an_end_that_never_arrives_is_an_abort(
     assert values(proxied_broker.bootstrap_servers, topic) == [1, 3]
 
 
+@pytest.mark.usefixtures("impatient")
 def test_what_nobody_can_tell_is_unknown(
     proxied_broker: KafkaProxy, make_producer: MakeProducer, topic: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -224,8 +227,8 @@ def test_what_nobody_can_tell_is_unknown(
     producer = make_producer()
     lost, silent = proxied_broker.lose_answer(END_TXN), proxied_broker.hold(INIT_PRODUCER_ID)
     with monkeypatch.context() as patch:
-        patch.setattr(TransactionalProducer, "find_seconds", 5.0)
-        transaction = refused(producer, OutcomeUnknown, numbered(topic, 3), seconds=5)
+        patch.setattr(TransactionalProducer, "find_seconds", 15.0)
+        transaction = refused(producer, OutcomeUnknown, numbered(topic, 3))
     assert lost.fired.is_set()
     assert silent.fired.is_set()
     assert outcomes(transaction) == [Outcome.UNKNOWN]
@@ -376,7 +379,7 @@ def test_threads_publish_in_turn(proxied_broker: KafkaProxy, make_producer: Make
         running = [pool.submit(publish, producer, topic, *range(n, 40)) for n in range(4) for _ in range(2)]
         deliveries = [d for each in running for d in each.result(60).deliveries]
         done.set()
-        polling.result(30)
+        polling.result(60)
     assert {d.outcome for d in deliveries} <= {Outcome.DELIVERED, Outcome.SKIPPED}
     assert sum(not d.duplicate for d in deliveries) == 40
     assert values(proxied_broker.bootstrap_servers, topic) == list(range(40))
@@ -399,13 +402,14 @@ def test_nothing_is_known_before_the_commit_is(
     assert producer.filter_of(topic).stats().confirmed == 2
 
 
+@pytest.mark.usefixtures("impatient")
 def test_sequences_in_transactions(proxied_broker: KafkaProxy, make_producer: MakeProducer, topic: str) -> None:
     """A number of an aborted transaction is new again, and the next life reads what was committed."""
     options = {"dedup": lambda _: SequenceFilter(), "producer_name": "files"}
     producer = make_producer(**options)
 
     def send(made: TransactionalProducer, *numbers: int) -> Transaction:
-        with made.transaction(timeout_seconds=5) as transaction:
+        with made.transaction() as transaction:
             for n in numbers:
                 transaction.produce(topic, b"%d" % n, partition=n % 2, sequence=n)
         return transaction
@@ -428,13 +432,14 @@ def test_a_client_that_did_not_get_ready_does_not_fence_the_next_one(
     """It would go on asking, and whoever keeps the exception would keep it alive."""
     silent = proxied_broker.lose_answer(INIT_PRODUCER_ID)
     with monkeypatch.context() as patch:
-        patch.setattr("exactly_once.publish.transactional._SECONDS", 2.0)
+        patch.setattr("exactly_once.publish.transactional._SECONDS", 10.0)
         with pytest.raises(BrokerUnreachable) as kept:
-            make_producer(kafka={"socket.timeout.ms": 4000})
+            make_producer(kafka={"socket.timeout.ms": 13_000})
+    assert silent.fired.is_set()
     producer = make_producer()
     asked = proxied_broker.requests.count(INIT_PRODUCER_ID)
     silent.release()
-    deadline = time.monotonic() + 4
+    deadline = time.monotonic() + 6
     numbers = itertools.count()
     while time.monotonic() < deadline:
         assert outcomes(publish(producer, topic, next(numbers))) == [Outcome.DELIVERED]

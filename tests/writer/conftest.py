@@ -48,7 +48,7 @@ def make_table(postgres_conninfo: str, name: str, work: Connection) -> Iterator[
 
         yield make
         work.rollback()  # or the tables stay locked
-        connection.execute("SET lock_timeout = '5s'")
+        connection.execute("SET lock_timeout = '60s'")
         for table in made:
             connection.execute(f"DROP TABLE IF EXISTS {table} CASCADE")
 

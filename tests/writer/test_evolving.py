@@ -218,7 +218,7 @@ def test_a_consumer_stores_each_message_once_while_the_table_evolves(
     producer = Producer({"bootstrap.servers": bootstrap_servers})
     for i in range(400):
         producer.produce(topic, json.dumps({"id": i, f"f{i // 100}": i, "late": i if i == 399 else None}).encode())
-    assert producer.flush(30) == 0
+    assert producer.flush(60) == 0
     with make_consumer(start="earliest", max_messages=50) as consumer:
         consumer.subscribe([topic])
         consumer.run(sink(name), until_end=True)

@@ -41,7 +41,7 @@ def topics(bootstrap_servers: str) -> Iterator[None]:
             amount = 1.5 if name == "payments" else i
             producer.produce(name, json.dumps({"id": i % 40, "amount": amount}).encode(), str(i % 40).encode())
     producer.produce("customers", None, b"39")
-    assert producer.flush(30) == 0
+    assert producer.flush(60) == 0
     yield
     for name in ("payments", "customers"):
         delete_topic(bootstrap_servers, name)

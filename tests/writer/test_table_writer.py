@@ -786,7 +786,7 @@ def test_rows_are_locked_in_the_order_of_the_key(
         assert db.execute(f"SELECT 1 FROM {table} WHERE id = 9 FOR UPDATE NOWAIT").fetchone() == (1,)
     finally:
         work.commit()
-        thread.join(20)
+        thread.join(60)
 
 
 @pytest.mark.parametrize("rounds", [20])
@@ -833,7 +833,7 @@ def test_a_row_that_another_writer_is_inserting_is_waited_for_and_updated(
     waiting = f"SELECT 1 FROM pg_stat_activity WHERE application_name = '{table}' AND wait_event_type = 'Lock'"
     until(lambda: db.execute(waiting).fetchone(), 20, "the upsert to wait for the other writer")
     work.commit()
-    thread.join(20)
+    thread.join(60)
     assert done.is_set()
     assert rows_of(work, table) == [(1, "ours")]
 
@@ -860,6 +860,6 @@ def test_a_row_that_another_writer_is_updating_is_waited_for_and_deleted(
     waiting = f"SELECT 1 FROM pg_stat_activity WHERE application_name = '{table}' AND wait_event_type = 'Lock'"
     until(lambda: db.execute(waiting).fetchone(), 20, "the tombstone to wait for the other writer")
     work.commit()
-    thread.join(20)
+    thread.join(60)
     assert missed == [1]
     assert rows_of(work, table) == []
