@@ -125,6 +125,18 @@ def make_consumer(bootstrap_servers: str, conninfo: str, name: str) -> Iterator[
         consumer.close()
 
 
+@pytest.fixture
+def unhurried(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Wait for those answers of Kafka that the library does without where they take longer: tests look at them."""
+    for limit in (
+        "consumer.maintenance._COMMITTED_SECONDS",
+        "consumer.startup._LAGGING_SECONDS",
+        "consumer.units._HIDDEN_SECONDS",
+        "kafka.admin._QUICK_SECONDS",
+    ):
+        monkeypatch.setattr(f"exactly_once.{limit}", 60.0)
+
+
 @pytest.fixture(autouse=True)
 def _nothing_stays_armed() -> Iterator[None]:
     yield

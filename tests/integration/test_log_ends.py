@@ -15,11 +15,12 @@ from confluent_kafka import Consumer, Producer, TopicPartition
 from exactly_once import ExactlyOnceConsumer, OffsetBelowLogStart, Unit
 from exactly_once.consumer import maintenance
 from tests.conftest import MakeConsumer
-from tests.support.topics import create_topic, delete_records, produce
+from tests.support.topics import create_topic, delete_records, end_of, produce, until_end
 from tests.support.waiting import until
 from tests.support.worker import drain, ensure_journal
 
 Db = psycopg.Connection[Any]
+pytestmark = pytest.mark.usefixtures("unhurried")
 
 
 @pytest.fixture(autouse=True)
@@ -42,15 +43,7 @@ def produce_in_transactions(bootstrap_servers: str, topic: str, messages: int, *
             producer.flush()
             finish()
             end += count + 1
-            until(lambda end=end: end_of(bootstrap_servers, topic) == end, 10, "the marker")  # type: ignore[misc]
-
-
-def end_of(bootstrap_servers: str, topic: str) -> int:
-    consumer = Consumer({"bootstrap.servers": bootstrap_servers, "group.id": "looks"})
-    try:
-        return consumer.get_watermark_offsets(TopicPartition(topic, 0), timeout=60)[1]
-    finally:
-        consumer.close()
+            until_end(bootstrap_servers, topic, end)
 
 
 def remove_all(bootstrap_servers: str, topic: str) -> None:
@@ -210,13 +203,13 @@ def test_a_plain_log_costs_no_write_and_a_moved_one_only_one(
     consumer.subscribe([topic])
     drain(consumer)
     for expected in (1, 3):  # its unit, and the move behind the marker
+        idle(consumer, lambda expected=expected: note() or len(seen) == expected, "the move")  # type: ignore[misc]
         limit = iter(range(20))
         idle(consumer, lambda limit=limit: note() or next(limit, None) is None, "some looks")  # type: ignore[misc]
         assert len(seen) == expected
         if expected == 1:
             monkeypatch.setattr(maintenance, "QUIET_SECONDS", 3600)  # the unit's own write is noted before the move
             produce_in_transactions(bootstrap_servers, topic, 1)
-            until(lambda: end_of(bootstrap_servers, topic) == 7, 10, "the marker")
             drain(consumer)
             note()
             monkeypatch.setattr(maintenance, "QUIET_SECONDS", 0.0)

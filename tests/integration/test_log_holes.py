@@ -12,9 +12,11 @@ from exactly_once.metrics.table import LAG
 from tests.conftest import MakeConsumer
 from tests.integration.scene import actions
 from tests.support import journal
-from tests.support.topics import create_topic, produce
+from tests.support.topics import create_topic, produce, until_end
 from tests.support.waiting import until
 from tests.support.worker import drain, ensure_journal
+
+pytestmark = pytest.mark.usefixtures("unhurried")
 
 
 @pytest.fixture(autouse=True)
@@ -28,7 +30,7 @@ def producer(bootstrap_servers: str, name: str) -> Iterator[Producer]:
     with _transactional(bootstrap_servers, name) as producer:
         yield producer
         producer.purge()
-        producer.abort_transaction(10)
+        producer.abort_transaction(60)
 
 
 @pytest.mark.fault("C7")
@@ -76,7 +78,7 @@ def test_aborted_transactions_are_not_applied_and_the_end_is_reached(
         for number in range(5):
             producer.produce(topic, f"{round_}-{number}", partition=0)
         producer.flush(30)
-        (producer.abort_transaction if round_ % 2 else producer.commit_transaction)(30)
+        (producer.abort_transaction if round_ % 2 else producer.commit_transaction)(60)
     with make_consumer(max_messages=3) as consumer:
         consumer.subscribe([topic])
         assert drain(consumer) == 25
@@ -94,7 +96,7 @@ def test_log_of_aborted_messages_only_ends_and_is_not_read_again(
     for number in range(50):
         producer.produce(topic, str(number), partition=0)
     producer.flush(30)
-    producer.abort_transaction(30)
+    producer.abort_transaction(60)
     for _ in range(2):
         with make_consumer() as consumer:
             consumer.subscribe([topic])
@@ -120,10 +122,11 @@ def test_open_transaction_ends_the_reading_and_loses_nothing(
     with make_consumer() as consumer:
         consumer.subscribe([topic])
         assert drain(consumer) == 10
-        (lag,) = [sample.value for sample in consumer._observer.read() if sample.metric is LAG]
-        assert lag == 11
+        lags = until(lambda: [s.value for s in consumer._observer.read() if s.metric is LAG], 30, "Kafka to answer")
+        assert lags == [11]
     assert actions(caplog).count("ends_at_open_transaction") == 1
-    producer.commit_transaction(30)
+    producer.commit_transaction(60)
+    until_end(bootstrap_servers, topic, 22)
     with make_consumer() as consumer:
         consumer.subscribe([topic])
         assert drain(consumer) == 11
@@ -145,7 +148,8 @@ def test_latest_does_not_step_over_an_open_transaction(
     with make_consumer(start="latest") as consumer:
         consumer.subscribe([topic])
         assert drain(consumer) == 0
-        producer.commit_transaction(30)
+        producer.commit_transaction(60)
+        until_end(bootstrap_servers, topic, 12)
         assert drain(consumer) == 1
     producer.begin_transaction()
 
@@ -185,7 +189,7 @@ def test_end_is_where_the_log_ended_when_the_reading_began(make_consumer: MakeCo
 
 def _transactional(bootstrap_servers: str, name: str) -> Producer:
     producer = Producer({"bootstrap.servers": bootstrap_servers, "transactional.id": name, "linger.ms": 5})
-    producer.init_transactions(30)
+    producer.init_transactions(60)
     return producer
 
 

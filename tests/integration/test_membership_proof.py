@@ -19,7 +19,7 @@ from exactly_once.embedded import Kafka
 from tests.conftest import MakeConsumer
 from tests.support.kafka_proxy import OFFSET_COMMIT, KafkaProxy
 from tests.support.topics import create_topic, produce
-from tests.support.worker import drain, ensure_journal, record
+from tests.support.worker import drain, ensure_journal, record, turn, turn_until
 
 Db = psycopg.Connection[Any]
 Loop = Callable[[Callable[[], bool], str], None]
@@ -63,19 +63,15 @@ class Fencing:
             record(unit, "test")
             self.take()
 
-    def turn(self, condition: Callable[[], bool], what: str, *, turns: int = 300) -> None:
+    def turn(self, condition: Callable[[], bool], what: str) -> None:
         """Run the loop until a condition holds."""
-        for _ in range(turns):
-            if condition():
-                return
-            self.consumer._keep_up()
-            self.consumer._fetch(0.05, 1)
-        raise AssertionError(f"waited in vain for {what}")
+        if not condition():
+            turn_until(self.consumer, condition, 60, what)
 
-    def wait(self, turns: int = 30) -> None:
+    def wait(self) -> None:
         """Run the loop for a while in which an owner without manners would have acquired the row."""
-        left = iter(range(turns))
-        self.turn(lambda: next(left, None) is None, "the end", turns=turns + 2)
+        for _ in range(30):
+            turn(self.consumer, 0.05)
 
 
 class Noting(deque[Event]):

@@ -34,6 +34,7 @@ PARTITIONS = 2
 MESSAGES = 40
 
 Db = psycopg.Connection[Any]
+pytestmark = pytest.mark.usefixtures("unhurried")
 
 
 @pytest.fixture
@@ -296,15 +297,15 @@ def test_coordinator_that_does_not_answer_keeps_nobody_from_work(
 ) -> None:
     """The comparison is made up for. A time-out of no time stands for a coordinator that is slow."""
     conninfo = databases()
-    monkeypatch.setattr(maintenance, "_COMMITTED_SECONDS", 0.0)
     with make_consumer(conninfo=conninfo) as consumer:
         consumer.subscribe([topic])
         done = 0
-        for unit in consumer.units(until_end=True):
-            with unit:
-                done += len(unit.messages)
+        with monkeypatch.context() as slow:
+            slow.setattr(maintenance, "_COMMITTED_SECONDS", 0.0)
+            for unit in consumer.units(until_end=True):
+                with unit:
+                    done += len(unit.messages)
         assert done == MESSAGES
-        monkeypatch.undo()
 
         def has_compared() -> bool:
             consumer.health()

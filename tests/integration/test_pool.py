@@ -14,8 +14,11 @@ from tests.support.worker import record
 
 
 @pytest.mark.parametrize("close_returns", [False, True])
-def test_lost_connections_do_not_drain_the_pool(make_scene: MakeScene, *, close_returns: bool) -> None:
+def test_lost_connections_do_not_drain_the_pool(
+    make_scene: MakeScene, monkeypatch: pytest.MonkeyPatch, *, close_returns: bool
+) -> None:
     """psycopg_pool's own getconn as connect=; a stand-in, because that package is not installed here."""
+    monkeypatch.setattr(stale_owners, "FROZEN_AFTER_SECONDS", 600.0)  # the watcher's would be counted, too
     scene = make_scene(40)
     pool = Pool(scene.proxy.conninfo, size=2, close_returns=close_returns)
     consumer = scene.consumer(connect=pool.getconn, max_messages=5)

@@ -10,13 +10,16 @@ from concurrent.futures import Future, ThreadPoolExecutor
 import psycopg
 import pytest
 
-from exactly_once import TransactionBusy, Unit
+from exactly_once import ExactlyOnceConsumer, TransactionBusy, Unit
 from exactly_once.ledger.session import Connection
-from tests.integration.scene import Scene
+from tests.integration.scene import Scene, backend_of
 from tests.support.waiting import until
 from tests.support.worker import record
 
-ASLEEP = "SELECT pid FROM pg_stat_activity WHERE wait_event = 'PgSleep'"
+
+def is_asleep(scene: Scene, consumer: ExactlyOnceConsumer) -> bool:
+    asleep = f"SELECT pid FROM pg_stat_activity WHERE wait_event = 'PgSleep' AND pid = {backend_of(consumer)}"
+    return bool(scene.query(asleep))
 
 
 @pytest.fixture
@@ -35,7 +38,7 @@ def test_what_a_thread_does_behind_its_failed_unit_gets_into_no_other(
     store = f"INSERT INTO {table} VALUES (1)".encode()
 
     def work(connection: Connection) -> None:
-        assert may_go_on.wait(10)
+        assert may_go_on.wait(60)
         connection.execute(store)
 
     consumer = scene.consumer()
@@ -43,7 +46,7 @@ def test_what_a_thread_does_behind_its_failed_unit_gets_into_no_other(
     if is_known:
         with next(units) as unit:
             record(unit, "test")
-            pool.submit(unit.execute, store).result(10)
+            pool.submit(unit.execute, store).result(60)
 
     def fail(unit: Unit) -> Future[None]:
         with contextlib.suppress(ValueError), unit:
@@ -57,7 +60,7 @@ def test_what_a_thread_does_behind_its_failed_unit_gets_into_no_other(
         record(unit, "test")
         may_go_on.set()
         with pytest.raises(psycopg.OperationalError):
-            late.result(10)
+            late.result(60)
     scene.drain(consumer)
     scene.assert_exact()
     assert scene.query(f"SELECT count(*) FROM {table}") == [(int(is_known),)]
@@ -67,11 +70,11 @@ def test_a_thread_inside_a_statement_is_woken_and_leaves_the_connection(scene: S
     consumer = scene.consumer()
     units = iter(consumer)
     with contextlib.suppress(ValueError), next(units) as unit:
-        late = pool.submit(unit.execute, "SELECT pg_sleep(20)")
-        until(lambda: scene.query(ASLEEP), 10, "the statement")
+        late = pool.submit(unit.execute, "SELECT pg_sleep(200)")
+        until(lambda: is_asleep(scene, consumer), 10, "the statement")
         raise ValueError
     with pytest.raises(psycopg.OperationalError):
-        late.result(5)
+        late.result(60)
     scene.drain(consumer)
     scene.assert_exact()
 
@@ -79,8 +82,8 @@ def test_a_thread_inside_a_statement_is_woken_and_leaves_the_connection(scene: S
 def test_a_thread_that_is_not_waited_for_is_the_handlers_mistake(scene: Scene, pool: ThreadPoolExecutor) -> None:
     def store(unit: Unit) -> None:
         record(unit, "test")
-        pool.submit(unit.execute, "SELECT pg_sleep(20)")
-        until(lambda: scene.query(ASLEEP), 10, "the statement")
+        pool.submit(unit.execute, "SELECT pg_sleep(200)")
+        until(lambda: is_asleep(scene, consumer), 10, "the statement")
 
     consumer = scene.consumer()
     with pytest.raises(TransactionBusy, match="wait for all of its threads"):

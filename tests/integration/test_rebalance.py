@@ -235,7 +235,7 @@ def test_until_end_does_not_take_a_rebalance_for_the_end(crew: Crew, topic: str,
     guest = crew.start(options=OPTIONS, handler_seconds=0.1, counts=False)
     guest.wait("assigned")
     crew.end_well(guest, slow)
-    reader.finish()
+    reader.finish(180)
     assert crew.applied() == 1200
     crew.assert_exact(counts=False)
 

@@ -21,13 +21,16 @@ from tests.support.topics import produce
 from tests.support.waiting import until
 from tests.support.worker import record
 
+LIMIT_SECONDS = 3
+"""Of a statement: more than one of these tests needs on a busy machine, less than those wait that it must not end."""
+
 
 def limited(scene: Scene) -> str:
     """The connection string of a role with time-outs."""
     (version,) = scene.query("SHOW server_version_num")[0]
-    options = "-c statement_timeout=400ms"
+    options = f"-c statement_timeout={LIMIT_SECONDS}s"
     if int(version) >= 170000:
-        options += " -c transaction_timeout=3s"
+        options += " -c transaction_timeout=60s"
     return make_conninfo(scene.proxy.conninfo, options=options)
 
 
@@ -41,7 +44,7 @@ def test_one_locked_row_keeps_nobody_from_the_others(
         apply(next(iter(first)))
     produce(scene.bootstrap_servers, scene.topic, 2, 2, start=20)  # whichever partition the first unit has emptied
     before = len(scene.applied())
-    monkeypatch.setattr(maintenance, "LOCK_SECONDS", 60.0 if is_cancelled else 1.0)
+    monkeypatch.setattr(maintenance, "LOCK_SECONDS", 60.0 if is_cancelled else LIMIT_SECONDS + 1.0)
     with psycopg.connect(scene.conninfo) as blocker:
         blocker.execute(
             "SELECT FROM exactly_once.ledger WHERE group_id = %s AND partition = 0 FOR UPDATE", (scene.topic,)
@@ -72,7 +75,7 @@ def test_a_wait_for_our_own_row_is_not_the_handlers_fault(scene: Scene) -> None:
     with psycopg.connect(scene.conninfo) as blocker, unit:
         record(unit, "test")
         blocker.execute("SELECT FROM exactly_once.ledger WHERE group_id = %s FOR UPDATE", (scene.topic,))
-        threading.Timer(1.2, blocker.rollback).start()
+        threading.Timer(LIMIT_SECONDS + 1, blocker.rollback).start()
     assert scene.applied() == [0]
     assert consumer.counters.redelivered == 0
 
@@ -112,14 +115,14 @@ def test_looks_for_a_frozen_owner_go_on_in_another_session(scene: Scene, caplog:
 
     terminator = StaleBackendTerminator(connect, schema="exactly_once", group_id=scene.topic, instance=uuid4())
     with psycopg.connect(scene.conninfo) as waiting, terminator.acquiring(waiting.info.backend_pid, []):
-        until(lambda: len(connects) == 3, 30, "the third session")
+        until(lambda: len(connects) >= 3, 30, "the third session")
     terminator.close()
     assert "watch_failed" not in actions(caplog)
 
 
 def test_the_handlers_statements_keep_the_limit(scene: Scene) -> None:
     def slow(unit: Unit) -> None:
-        unit.execute("SELECT pg_sleep(5)")
+        unit.execute("SELECT pg_sleep(60)")
 
     unit = next(iter(scene.consumer(conninfo=limited(scene), max_messages=1)))
     with pytest.raises(UnitTooSlow, match="statement timeout"), unit:

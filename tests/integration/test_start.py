@@ -349,6 +349,7 @@ def test_offsets_that_we_mirrored_ourselves_are_no_place_to_start_from(
         consume(start=start)
 
 
+@pytest.mark.usefixtures("unhurried")
 def test_a_topic_that_others_do_not_know_yet_is_waited_for(
     make_consumer: MakeConsumer, bootstrap_servers: str, name: str
 ) -> None:

@@ -62,7 +62,7 @@ class Background:
         self._thread = threading.Thread(target=self._work, daemon=True)
         self._thread.start()
 
-    def join(self, timeout_seconds: float = 30) -> None:
+    def join(self, timeout_seconds: float = 60) -> None:
         """Wait for its end and raise what it raised."""
         self._thread.join(timeout_seconds)
         assert not self._thread.is_alive(), "it does not end"

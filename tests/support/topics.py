@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 from uuid import uuid4
 
-from confluent_kafka import KafkaError, KafkaException, Message, Producer, TopicPartition, cimpl
+from confluent_kafka import Consumer, KafkaError, KafkaException, Message, Producer, TopicPartition, cimpl
 from confluent_kafka.admin import AdminClient, OffsetSpec  # type: ignore[attr-defined]
 from confluent_kafka.cimpl import NewPartitions, NewTopic
 
@@ -69,6 +69,20 @@ def delete_records(bootstrap_servers: str, topic: str, before: int, partition: i
     place = TopicPartition(topic, partition, before)
     with AdminClient({"bootstrap.servers": bootstrap_servers}) as admin:
         admin.delete_records([place])[place].result(60)
+
+
+def end_of(bootstrap_servers: str, topic: str) -> int:
+    """Where partition 0 ends for who reads committed messages."""
+    consumer = Consumer({"bootstrap.servers": bootstrap_servers, "group.id": "looks"})
+    try:
+        return consumer.get_watermark_offsets(TopicPartition(topic, 0), timeout=60)[1]
+    finally:
+        consumer.close()
+
+
+def until_end(bootstrap_servers: str, topic: str, end: int) -> None:
+    """Wait until partition 0 ends there: a marker comes after the answer to the producer that ends its transaction."""
+    until(lambda: end_of(bootstrap_servers, topic) == end, 60, f"the marker before offset {end} of {topic}")
 
 
 def produce(bootstrap_servers: str, topic: str, n: int, partitions: int, *, start: int = 0) -> None:
