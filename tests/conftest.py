@@ -128,7 +128,9 @@ def make_consumer(bootstrap_servers: str, conninfo: str, name: str) -> Iterator[
 @pytest.fixture
 def unhurried(monkeypatch: pytest.MonkeyPatch) -> None:
     """Wait for those answers of Kafka that the library does without where they take longer: tests look at them."""
+    monkeypatch.setattr("exactly_once.consumer.consumer.CLOSE_SECONDS", 120.0)
     for limit in (
+        "consumer.consumer._GOODBYE_SECONDS",
         "consumer.maintenance._COMMITTED_SECONDS",
         "consumer.startup._LAGGING_SECONDS",
         "consumer.units._HIDDEN_SECONDS",

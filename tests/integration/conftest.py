@@ -10,7 +10,6 @@ import psycopg
 import pytest
 
 from exactly_once import ExactlyOnceConsumer
-from exactly_once.consumer import consumer, maintenance
 from exactly_once.embedded.proxy import PostgresProxy
 from exactly_once.ledger.rows import Ledger
 from tests.conftest import MakeConsumer
@@ -48,17 +47,6 @@ def make_scene(bootstrap_servers: str, conninfo: str, name: str, make_consumer: 
 def scene(make_scene: MakeScene) -> Scene:
     """Twenty messages in one partition."""
     return make_scene()
-
-
-@pytest.fixture
-def unhurried(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Have Kafka waited for where the consumer would go on without an answer: offsets mirrored at its end, or compared.
-
-    For who asserts that this was done: a busy machine takes longer.
-    """
-    monkeypatch.setattr(consumer, "_GOODBYE_SECONDS", 60.0)
-    monkeypatch.setattr(consumer, "CLOSE_SECONDS", 120.0)
-    monkeypatch.setattr(maintenance, "_COMMITTED_SECONDS", 60.0)
 
 
 @pytest.fixture
