@@ -105,11 +105,11 @@ def add_common(parser: argparse.ArgumentParser, *, json: str = "print one JSON d
     """Add the options that every command takes; ``json`` is the help of ``--json``."""
     group = parser.add_argument_group("where")
     brokers = _help("Kafka's brokers", "bootstrap_servers")
-    group.add_argument("--bootstrap-servers", action=Once, metavar="HOST:PORT,...", help=brokers)
-    group.add_argument("--group-id", action=Once, metavar="GROUP", help=_help("the consumer group", "group_id"))
+    group.add_argument("--bootstrap-servers", metavar="HOST:PORT,...", help=brokers)
+    group.add_argument("--group-id", metavar="GROUP", help=_help("the consumer group", "group_id"))
     database = "connection string of Postgres; others can see a command line, so give a password elsewhere"
-    group.add_argument("--conninfo", action=Once, metavar="CONNINFO", help=_help(database, "conninfo"))
-    group.add_argument("--schema", action=Once, metavar="SCHEMA", help="schema of the ledger (exactly_once)")
+    group.add_argument("--conninfo", metavar="CONNINFO", help=_help(database, "conninfo"))
+    group.add_argument("--schema", metavar="SCHEMA", help="schema of the ledger (exactly_once)")
     file = "file with any of these, see below"
     group.add_argument("--config", action=Once, metavar="FILE.toml", type=Path, help=file)
     look = parser.add_argument_group("how")

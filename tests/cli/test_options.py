@@ -237,9 +237,6 @@ def test_a_number_that_is_refused_is_named_with_its_bounds(command: Command, opt
         ["status", "--config", "a.toml", "--config", "b.toml"],
         ["reset", "--topic", "t", "--to-offset", "5", "--to-offset", "7"],
         ["migrate", "--role", "a", "--role", "b"],
-        ["status", "--group-id", "a", "--group-id", "b"],
-        ["status", "--conninfo", "host=a", "--conninfo", "host=b"],
-        ["migrate", "--schema", "a", "--schema", "b"],
     ],
 )
 def test_of_two_values_for_one_option_none_is_left_out(command: Command, words: list[str]) -> None:
