@@ -280,7 +280,8 @@ class SparkTrial:
 
 
 def run(side: str, servers: Servers, display: Display, *, seed: int, messages: int | None, quick: bool) -> Result:
-    spark.java_home(), spark.kafka_source(), jdbc()  # fetched before anything waits for it
+    spark.prepare()  # before anything waits for it
+    jdbc()
     with psycopg.connect(servers.conninfo, autocommit=True) as connection:
         migrate(connection)
     setting = Setting(

@@ -39,8 +39,8 @@ def make_scene(bootstrap_servers: str, conninfo: str, name: str, make_consumer: 
         ensure_journal(conninfo)
         yield make
         # Before the proxy ends, or every close would wait for a database that is gone.
-        for each in made:
-            each.close()
+        for consumer in made:
+            consumer.close()
 
 
 @pytest.fixture

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import subprocess
+import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, cast
 
 import pytest
 
@@ -31,6 +32,14 @@ def test_a_stream_of_a_topic_reaches_python_workers(
 
     drain(read_topic(spark, bootstrap_servers, topic), sink, tmp_path / "checkpoint")
     assert sorted(seen) == [(p, o) for p in range(2) for o in range(5)]
+
+
+def test_a_session_has_the_classes_that_an_earlier_one_has_parsed(spark: SparkSession) -> None:
+    if sys.platform != "linux" or embedded_spark._archive() is None:
+        pytest.skip("only Linux tells which files a process has mapped, and only Java 17 takes the archive")
+    java = cast("Any", spark.sparkContext)._gateway.proc.pid
+    mapped = Path(f"/proc/{java}/maps").read_text()
+    assert str(jars.cache_directory() / "spark-classes") in mapped
 
 
 @pytest.mark.parametrize(
