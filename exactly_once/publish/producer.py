@@ -145,8 +145,9 @@ class DedupProducer(Publisher):
         else:
             nothing: list[Any] = [None] * len(given)
             names = [nothing if named is None else list(named) for named in (dedup_keys, sequences)]
-            if any(len(column) != len(given) for column in names):
-                raise KeyRefused(f"{len(given)} messages need as many identities, not {min(map(len, names))}")
+            for column in names:
+                if len(column) != len(given):
+                    raise KeyRefused(f"{len(given)} messages need as many identities, not {len(column)}")
             columns = Columns(self._identities(ready, (*names, nothing)), given, nothing, {}, {})
         with ready.order if ready.filter.takes == "sequence" else _ANY_ORDER:
             deliveries, batch, places = ready.reserve_many(columns)
