@@ -25,7 +25,7 @@ from .keys import GivenKey, checked
 from .options import DedupOptions, check_options
 from .publisher import AnyFilter, ProducerRecord, Publisher, ToSend
 from .topic import Columns
-from .transactional import TransactionalProducer, conclude
+from .transactional import TransactionalProducer, conclude, error_of
 
 logger = logging.getLogger(__name__)
 
@@ -98,21 +98,16 @@ class DedupProducer(Publisher):
         else:
             (identity,) = self._identities(ready, ((dedup_key,), (sequence,), (chain,)))
         extra = (partition, kept(headers), timestamp) if headers or timestamp or partition != -1 else None
-        if takes == "sequence":
-            with ready.order:
-                batch, place, delivery, may_go = ready.reserve((identity, value, key, extra, on_delivery))
-                if may_go:
-                    self._send(batch, (place,), 0.0)
-            return delivery
-        batch, place, delivery, may_go = ready.reserve((identity, value, key, extra, on_delivery))
-        if may_go and (extra is not None or ready.filter.writes_key):
-            self._send(batch, (place,), 0.0)
-        elif may_go:
-            try:
-                self._client.produce(topic, value, key, -1, batch.callback_of(place))  # type: ignore[arg-type]
-            except BaseException as error:
-                ready.hand_over_failed(batch, (place,), error)
-                raise
+        with ready.order if takes == "sequence" else _ANY_ORDER:
+            batch, place, delivery, may_go = ready.reserve((identity, value, key, extra, on_delivery))
+            if may_go and (extra is not None or ready.filter.writes_key):
+                self._send(batch, (place,), 0.0)
+            elif may_go:
+                try:
+                    self._client.produce(topic, value, key, -1, batch.callback_of(place))  # type: ignore[arg-type]
+                except BaseException as error:
+                    ready.hand_over_failed(batch, (place,), error)
+                    raise
         return delivery
 
     def produce_many(
@@ -289,7 +284,7 @@ class Committer:
         except (KafkaException, BufferError, BrokerUnreachable, TailHidden, TypeError, ValueError) as problem:
             # Nothing was committed. The last two are of a message that is none: it has its error, the others go.
             verdict = Outcome.NOT_PERSISTED
-            error = problem.args[0] if isinstance(problem, KafkaException) else None
+            error = error_of(problem)
             logger.warning("numbered messages could not be sent: %s", problem, extra=about("commit_failed"))
         again: list[ToSend] = []
         if verdict is Outcome.NOT_PERSISTED and time.monotonic() < deadline:

@@ -28,8 +28,8 @@ PUBLISHING = (
         (
             "doubt-is-absence",
             "a key that nobody knows anything of counts as absent: doubles",
-            "        _SENT: _UNKNOWN,\n",
-            "        _SENT: _ABSENT,\n",
+            "(KeyState, _UNKNOWN), _ABSENT: _ABSENT,",
+            "(KeyState, _UNKNOWN), _ABSENT: _ABSENT, _SENT: _ABSENT,",
         ),
         (
             "unknown-handed-twice",

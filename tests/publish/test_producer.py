@@ -679,7 +679,7 @@ def test_a_fatal_error_of_the_client_hides_no_outcome(bootstrap_servers: str, sm
 def test_an_error_of_many_messages_names_the_one_that_is_none(bootstrap_servers: str, topic: str) -> None:
     with DedupProducer({"bootstrap.servers": bootstrap_servers}, dedup=WindowFilter(keys=10)) as made:
         with pytest.raises(TypeError) as caught:
-            made.produce_many(topic, [b"a", 5, b"c"], dedup_keys=["k-a", "k-b", "k-c"])  # type: ignore[list-item]
+            made.produce_many(topic, [b"a", 5, b"c"], dedup_keys=["k-a", "k-b", "k-c"])  # type: ignore[arg-type]
         assert caught.value.__notes__ == [f"handing over 'k-b' to {topic!r}"]
 
 
