@@ -355,7 +355,7 @@ class ChainFilter(MemoryFilter[Link, Pair]):
         return intervals.lowers[place]  # best effort: nothing is expected between the highest one and this
 
     def _checked(self, keys: Iterable[Link]) -> list[Pair]:
-        given = list(keys)
+        given = links(keys)
         numbers: list[Any] = [key[1] for key in given]
         is_plain = self._dense and set(map(type, numbers)) == {int}
         is_fine = is_plain and self._first <= min(numbers) and max(numbers) < INT64
@@ -378,6 +378,18 @@ class ChainFilter(MemoryFilter[Link, Pair]):
             if type(chain) is not str or not chain:
                 raise KeyRefused(f"a chain's name is a str with something in it, not {chain!r}")
         return [key[:2] for key in given]
+
+
+def links(keys: Iterable[Link]) -> list[Link]:
+    """Return messages of chains, or raise for one that is a tuple of another kind.
+
+    :raises KeyRefused: now: what was sent could not be confirmed.
+    """
+    given = list(keys)
+    for key in given:
+        if not isinstance(key, Link):
+            raise KeyRefused(f"a message of a chain is named by a Link(chain, number), not by {key!r}")
+    return given
 
 
 def _inconsistent(key: Link, why: str) -> InconsistentChain:

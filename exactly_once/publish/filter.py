@@ -66,13 +66,7 @@ CHANGES: dict[Change, dict[KeyState, KeyState]] = {
     "reserve": {_ABSENT: _SENT, _SENT: _SENT, _RESENT: _RESENT, _UNKNOWN: _RESENT, _CONFIRMED: _CONFIRMED},
     "confirm": dict.fromkeys(KeyState, _CONFIRMED),
     "release": {_ABSENT: _ABSENT, _SENT: _ABSENT, _RESENT: _UNKNOWN, _UNKNOWN: _ABSENT, _CONFIRMED: _CONFIRMED},
-    "mark_unknown": {
-        _ABSENT: _ABSENT,
-        _SENT: _UNKNOWN,
-        _RESENT: _UNKNOWN,
-        _UNKNOWN: _UNKNOWN,
-        _CONFIRMED: _CONFIRMED,
-    },
+    "mark_unknown": {**dict.fromkeys(KeyState, _UNKNOWN), _ABSENT: _ABSENT, _CONFIRMED: _CONFIRMED},
 }
 
 

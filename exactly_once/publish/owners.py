@@ -81,7 +81,9 @@ class PublishOwner:
         migrate: bool = False,
     ) -> None:
         if not 0 < lease_seconds <= threading.TIMEOUT_MAX:
-            raise ConfigurationError(f"lease_seconds={lease_seconds!r} must be positive and finite")
+            raise ConfigurationError(
+                f"lease_seconds={lease_seconds!r} must be positive, at most {threading.TIMEOUT_MAX:.0f}"
+            )
         for option, given in (("name", name), ("transactional_id", transactional_id)):
             if given is not None and not is_name(given):
                 raise ConfigurationError(f"{option}={given!r} is not {NAME}; leave it out, or give one")
@@ -134,6 +136,10 @@ class PublishOwner:
         :raises FilterUnavailable: when the lease is over and the database cannot be asked.
         """
         self._guard.check()
+        if self._closing.is_set():
+            raise ConfigurationError(
+                f"the owner {self.name!r} is closed: close it after its producers, or make a new one"
+            )
         if self._fenced or time.monotonic() - self._renewed_at > self.lease_seconds:
             self.renew()
 

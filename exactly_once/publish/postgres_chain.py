@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
 
-from .chain import Link, Pair
+from .chain import Link, Pair, links
 from .errors import KeyRefused
 from .filter import MemoryFilter
 from .keys import INT64, NAME, is_name
@@ -30,7 +30,7 @@ class PostgresChain(MemoryFilter[Link, Pair]):
         self._store = store
 
     def _checked(self, keys: Iterable[Link]) -> list[Pair]:
-        given = list(keys)
+        given = links(keys)
         for chain, number, _ in given:
             if not is_name(chain):
                 raise KeyRefused(f"a chain's name is {NAME}, not {chain!r}")

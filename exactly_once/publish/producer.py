@@ -25,7 +25,7 @@ from .keys import GivenKey, checked
 from .options import DedupOptions, check_options
 from .publisher import AnyFilter, ProducerRecord, Publisher, ToSend
 from .topic import Columns
-from .transactional import TransactionalProducer, conclude
+from .transactional import TransactionalProducer, conclude, error_of
 
 logger = logging.getLogger(__name__)
 
@@ -98,21 +98,16 @@ class DedupProducer(Publisher):
         else:
             (identity,) = self._identities(ready, ((dedup_key,), (sequence,), (chain,)))
         extra = (partition, kept(headers), timestamp) if headers or timestamp or partition != -1 else None
-        if takes == "sequence":
-            with ready.order:
-                batch, place, delivery, may_go = ready.reserve((identity, value, key, extra, on_delivery))
-                if may_go:
-                    self._send(batch, (place,), 0.0)
-            return delivery
-        batch, place, delivery, may_go = ready.reserve((identity, value, key, extra, on_delivery))
-        if may_go and (extra is not None or ready.filter.writes_key):
-            self._send(batch, (place,), 0.0)
-        elif may_go:
-            try:
-                self._client.produce(topic, value, key, -1, batch.callback_of(place))  # type: ignore[arg-type]
-            except BaseException as error:
-                ready.hand_over_failed(batch, (place,), error)
-                raise
+        with ready.order if takes == "sequence" else _ANY_ORDER:
+            batch, place, delivery, may_go = ready.reserve((identity, value, key, extra, on_delivery))
+            if may_go and (extra is not None or ready.filter.writes_key):
+                self._send(batch, (place,), 0.0)
+            elif may_go:
+                try:
+                    self._client.produce(topic, value, key, -1, batch.callback_of(place))  # type: ignore[arg-type]
+                except BaseException as error:
+                    ready.hand_over_failed(batch, (place,), error)
+                    raise
         return delivery
 
     def produce_many(
@@ -145,8 +140,9 @@ class DedupProducer(Publisher):
         else:
             nothing: list[Any] = [None] * len(given)
             names = [nothing if named is None else list(named) for named in (dedup_keys, sequences)]
-            if any(len(column) != len(given) for column in names):
-                raise KeyRefused(f"{len(given)} messages need as many identities, not {min(map(len, names))}")
+            for column in names:
+                if len(column) != len(given):
+                    raise KeyRefused(f"{len(given)} messages need as many identities, not {len(column)}")
             columns = Columns(self._identities(ready, (*names, nothing)), given, nothing, {}, {})
         with ready.order if ready.filter.takes == "sequence" else _ANY_ORDER:
             deliveries, batch, places = ready.reserve_many(columns)
@@ -288,7 +284,7 @@ class Committer:
         except (KafkaException, BufferError, BrokerUnreachable, TailHidden, TypeError, ValueError) as problem:
             # Nothing was committed. The last two are of a message that is none: it has its error, the others go.
             verdict = Outcome.NOT_PERSISTED
-            error = problem.args[0] if isinstance(problem, KafkaException) else None
+            error = error_of(problem)
             logger.warning("numbered messages could not be sent: %s", problem, extra=about("commit_failed"))
         again: list[ToSend] = []
         if verdict is Outcome.NOT_PERSISTED and time.monotonic() < deadline:

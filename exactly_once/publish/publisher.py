@@ -150,11 +150,14 @@ class Publisher:
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
-        if error is None:
+        try:
             self.close()
-            return
-        with contextlib.suppress(Undelivered):  # it would hide why the block was left
-            self.close()
+        except Undelivered as failed:
+            if error is None:
+                raise
+            # It would hide why the block was left.
+            self._log_failed(failed)
+            error.add_note(f"closing also raised Undelivered: {failed}")
 
     def __len__(self) -> int:
         """Return how many messages wait for their report."""
@@ -326,13 +329,16 @@ class Publisher:
             # An interruption, else what became of messages, else a callback's own error.
             first, *others = sorted(errors, key=lambda e: (isinstance(e, Exception), not isinstance(e, PublishError)))
             for other in others:
-                said = f"{type(other).__name__}: {other}"
-                logger.error("closing producer %r: %s", self.producer_name, said, extra=about("close_failed"))
+                self._log_failed(other)
             for other in others[:_NAMED]:
                 first.add_note(f"closing also raised {type(other).__name__}: {other}")
             if len(others) > _NAMED:
                 first.add_note(f"and {len(others) - _NAMED} errors more, which are logged")
             raise first
+
+    def _log_failed(self, error: BaseException) -> None:
+        said = f"{type(error).__name__}: {error}"
+        logger.error("closing producer %r: %s", self.producer_name, said, extra=about("close_failed"))
 
     def _waiting(self, events: int) -> int:
         """Return how many messages are among what the client still has to tell: it counts errors of its own, too."""
@@ -458,6 +464,8 @@ class Publisher:
                     self._find_room(send, room)
                 done += 1
         except BaseException as exception:
+            if done < len(places):
+                exception.add_note(f"handing over {batch.identities[places[done]]!r} to {name!r}")
             if undoes:
                 batch.topic.hand_over_failed(batch, places[done:], exception)
             elif isinstance(exception, KafkaException):
@@ -484,9 +492,11 @@ class Publisher:
         try:
             served: int = getattr(self._client, command)(seconds)
             return served
-        except BaseException:
+        except BaseException as error:
             for topic in self._topics.values():
                 topic.serving_failed()
+            if isinstance(error, SystemError) and isinstance(error.__cause__, KafkaException):
+                raise error.__cause__ from None  # a fatal error, which the client raises amid its reports
             raise
 
     def _settle(self) -> None:
@@ -529,6 +539,8 @@ class Publisher:
                 made = NoFilter()
             else:
                 made = self._dedup if isinstance(self._dedup, Filter) else self._dedup(name)
+                if not isinstance(made, Filter):
+                    raise ConfigurationError(f"dedup= returned {made!r} for {name!r}: it must return a filter")
             if made.takes in ("dedup_key", "chain"):  # numbers see to that themselves
                 if made.topic not in (None, name):
                     raise ConfigurationError(

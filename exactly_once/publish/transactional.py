@@ -147,7 +147,7 @@ class TransactionalProducer(Publisher):
         try:
             self._hand_over_all(to_send, deadline)
         except BaseException as exception:
-            conclude(to_send, Outcome.NOT_PERSISTED, _error_of(exception))
+            conclude(to_send, Outcome.NOT_PERSISTED, error_of(exception))
             raise
         verdict, error = self._commit_all(to_send, deadline)
         conclude(to_send, verdict, error)
@@ -309,7 +309,7 @@ class TransactionalProducer(Publisher):
                 self._hand_over(batch, may_go, max(0.0, deadline - time.monotonic()), undoes=False)
         except BaseException as exception:
             self._is_usable = False
-            self._note_fenced(_error_of(exception))
+            self._note_fenced(error_of(exception))
             with contextlib.suppress(KafkaException):  # if it does not work now, the next client does it
                 self._client.purge()
                 self._client.abort_transaction(_ABORT_SECONDS)
@@ -374,7 +374,8 @@ class TransactionalProducer(Publisher):
         return about(action) | {"producer": self.producer_name, "transactional_id": self._id}
 
 
-def _error_of(exception: BaseException) -> KafkaError | None:
+def error_of(exception: BaseException) -> KafkaError | None:
+    """Return the error of the client in an exception, if it is one of the client."""
     return exception.args[0] if isinstance(exception, KafkaException) else None
 
 

@@ -29,7 +29,8 @@ def as_bytes(n: int) -> bytes:
 
 BAD_KEYS = (b"", "", 1.5, None, True, ("a", 1), "x" * 1025, b"x" * 1025, 1 << 63, -(1 << 63) - 1)
 BAD_SEQUENCES = (-1, 1 << 63, True, 1.0, "1", None)
-BAD_LINKS = tuple(Link("c", n) for n in (-1, 1 << 63, True, 1.0, "1", (1,), (1, -1), (1, 2, 3)))  # type: ignore[arg-type]
+BAD_LINKS: tuple[Any, ...] = tuple(Link("c", n) for n in (-1, 1 << 63, True, 1.0, "1", (1,), (1, -1), (1, 2, 3)))  # type: ignore[arg-type]
+BAD_LINKS += (("c", 1), ("c", 1, None))
 BAD_LINKS += (Link("", 1), Link("c", 5, 5), Link("c", 5, 6), Link("c", (5, 0), (5, 0)), Link("c", (5, 0), 4))
 
 IN_MEMORY = {

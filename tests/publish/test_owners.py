@@ -229,6 +229,13 @@ def test_an_owner_that_cannot_be_is_refused(options: dict[str, Any]) -> None:
         PublishOwner("host=127.0.0.1 port=1", **options)
 
 
+def test_an_owner_that_is_closed_is_not_called_fenced(make_owner: MakeOwner) -> None:
+    window = PostgresWindow(make_owner(), scope=uuid4().hex, seconds=WINDOW_SECONDS)
+    window.owner.close()
+    with pytest.raises(ConfigurationError, match="is closed"):
+        window.reserve("a")
+
+
 @pytest.mark.parametrize("isolation", ["repeatable read", "serializable"])
 def test_an_exclusive_name_is_exclusive_whatever_the_roles_isolation(
     conninfo: str, db: psycopg.Connection[Any], isolation: str

@@ -257,11 +257,14 @@ def test_a_flush_that_times_out_reports_no_success() -> None:
     made.close()
 
 
-def test_leaving_the_block_with_an_error_shows_that_error() -> None:
+def test_leaving_the_block_with_an_error_shows_that_error(caplog: pytest.LogCaptureFixture) -> None:
+    """And what failed is told beside it: nobody else will."""
     made = DedupProducer({**NOWHERE, "message.timeout.ms": 500}, dedup=WindowFilter(keys=10))
     made.produce("t", b"x", dedup_key="a")
-    with pytest.raises(KeyError), made:
+    with pytest.raises(KeyError) as caught, made:
         raise KeyError
+    assert "'a' to t" in caught.value.__notes__[0]
+    assert [record.getMessage() for record in caplog.records if "'a' to t" in record.getMessage()]
 
 
 def test_deduplication_is_off_where_it_is_told_to_be(bootstrap_servers: str, topic: str) -> None:
@@ -657,6 +660,37 @@ def test_a_failure_that_nobody_has_looked_at_is_raised(bootstrap_servers: str, s
     made.close()
 
 
+def test_a_fatal_error_of_the_client_hides_no_outcome(bootstrap_servers: str, small: str) -> None:
+    """The client raises it amid its reports, so that Python calls it a SystemError."""
+    settings = {"bootstrap.servers": bootstrap_servers, "enable.gapless.guarantee": True, "linger.ms": 100}
+    made = DedupProducer(settings, dedup=WindowFilter(keys=10))
+    deliveries = [made.produce(small, payload, dedup_key=n) for n, payload in enumerate((REFUSED, b"x"))]
+    with pytest.raises(KafkaException, match="_GAPLESS_GUARANTEE"):
+        made.flush()
+    with pytest.raises(Undelivered, match="2 messages failed"):
+        made.flush()
+    assert [delivery.outcome for delivery in deliveries] == [Outcome.NOT_PERSISTED] * 2
+    with pytest.raises(KafkaException):
+        made.produce(small, b"y", dedup_key="y")
+    made.close()
+    assert not values(bootstrap_servers, small)
+
+
+def test_an_error_of_many_messages_names_the_one_that_is_none(bootstrap_servers: str, topic: str) -> None:
+    with DedupProducer({"bootstrap.servers": bootstrap_servers}, dedup=WindowFilter(keys=10)) as made:
+        with pytest.raises(TypeError) as caught:
+            made.produce_many(topic, [b"a", 5, b"c"], dedup_keys=["k-a", "k-b", "k-c"])  # type: ignore[arg-type]
+        assert caught.value.__notes__ == [f"handing over 'k-b' to {topic!r}"]
+
+
+def test_what_is_no_filter_is_refused() -> None:
+    with (
+        DedupProducer(NOWHERE, dedup=lambda _: None) as made,  # type: ignore[arg-type, return-value]
+        pytest.raises(ConfigurationError, match="dedup= returned None for 't'"),
+    ):
+        made.produce("t", b"x", dedup_key="a")
+
+
 def test_a_failure_that_somebody_has_looked_at_is_not_raised(bootstrap_servers: str, small: str) -> None:
     told: list[KafkaError | None] = []
     with DedupProducer({"bootstrap.servers": bootstrap_servers}, dedup=WindowFilter(keys=10)) as made:
@@ -814,8 +848,9 @@ def test_reports_of_equal_payloads_are_told_apart(stand: Stand) -> None:
 
 def test_payloads_need_as_many_keys(stand: Stand) -> None:
     made = DedupProducer(NOWHERE, dedup=WindowFilter(keys=100))
-    with pytest.raises(KeyRefused, match="2 messages need as many"):
-        made.produce_many("t", [b"a", b"b"], dedup_keys=["a"])
+    for keys in (["a"], ["a", "b", "c"]):
+        with pytest.raises(KeyRefused, match=f"2 messages need as many identities, not {len(keys)}"):
+            made.produce_many("t", [b"a", b"b"], dedup_keys=keys)
     with pytest.raises(KeyRefused, match="sequence= was given"):
         made.produce_many("t", [b"a"], dedup_keys=["a"], sequences=[1])
     assert not made.produce_many("t", [], dedup_keys=[])
