@@ -35,7 +35,7 @@ _HINTS = {
     ),
     "LockNotAvailable": "a unit of work, perhaps of a process that stands still, holds the rows: try again",
     "QueryCanceled": (
-        "a statement waited too long, mostly for a lock that another session holds (pg_blocking_pids names it), for the "
+        "a statement waited too long, mostly for a lock of another session (pg_blocking_pids names it), for the "
         "statement_timeout of the role or database: try again, or ALTER ROLE ... SET statement_timeout"
     ),
     "ReadOnlySqlTransaction": (

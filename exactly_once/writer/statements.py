@@ -208,8 +208,8 @@ def _arrays(plan: Plan, natives: Sequence[bool]) -> sql.Composed:
 
 def _values(plan: Plan, natives: Sequence[bool]) -> list[sql.Composable]:
     """Return what an array's element is as a value of its column."""
-    # To the type without length, for a cast to one with length would cut what does not fit. What a number in the text of
-    # an interval means, say the fields of its column, and only the input of the type looks at them: a cast does not.
+    # To the type without length, for a cast to one with length would cut what does not fit. What a number in the text
+    # of an interval means, say the fields of its column, at which only the input of the type looks, and no cast.
     cast, read = "s.{}::{}", "(SELECT r.v FROM jsonb_to_record(jsonb_build_object('v', s.{})) AS r(v {}))"
     return [
         sql.SQL("s.{}" if is_native else read if c.is_interval_of_fields else cast).format(

@@ -53,7 +53,7 @@ class Column:
 
     @property
     def is_interval_of_fields(self) -> bool:
-        """Whether it is an interval, or an array of such, of certain fields or digits: as ``interval year to month``."""
+        """Whether it is an interval, or an array of such, of certain fields or digits: ``interval year to month``."""
         return self.typmod >= 0 and (self.element or self).base_name == "interval"
 
     @property

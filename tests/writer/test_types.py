@@ -268,10 +268,10 @@ def test_blanks_in_the_bounds_of_a_range_are_what_postgres_makes_of_them(
     way: str, name: str, work: Connection, make_table: MakeTable
 ) -> None:
     """A part of a text, and nothing to a number."""
-    work.execute(f"CREATE TYPE {name}_words AS RANGE (subtype = text, collation = \"C\")")
+    work.execute(f'CREATE TYPE {name}_words AS RANGE (subtype = text, collation = "C")')
     work.commit()
     table = make_table(f"(id int PRIMARY KEY, words {name}_words, numbers int4range)")
-    texts = ["[ 1 , 5 )", "( 1 ,x)", "[a\tb ,]", '[ "a,b" ,"c d" ]', "[ ,b)", "[\"\\\\ \",)"]
+    texts = ["[ 1 , 5 )", "( 1 ,x)", "[a\tb ,]", '[ "a,b" ,"c d" ]', "[ ,b)", '["\\\\ ",)']
     TableWriter(table, **WAYS[way]).write(work, [(i, text, "[ 1 , 5 )") for i, text in enumerate(texts)])
     expected = [work.execute(f"SELECT %s::{name}_words::text", [text]).fetchone() for text in texts]
     assert work.execute(f"SELECT words::text FROM {table} ORDER BY id").fetchall() == expected
