@@ -34,6 +34,10 @@ _HINTS = {
         "DATABASE, and making one USAGE and CREATE ON SCHEMA; with row-level security a policy must allow each row"
     ),
     "LockNotAvailable": "a unit of work, perhaps of a process that stands still, holds the rows: try again",
+    "QueryCanceled": (
+        "a statement waited too long, mostly for a lock of another session (pg_blocking_pids names it), for the "
+        "statement_timeout of the role or database: try again, or ALTER ROLE ... SET statement_timeout"
+    ),
     "ReadOnlySqlTransaction": (
         "the server is a standby, or default_transaction_read_only is on: name the primary, or add "
         "target_session_attrs=read-write to the connection string, which finds it among several"

@@ -275,7 +275,8 @@ def columns_of(flow: Flow, messages: Sequence[Message], *, for_new_table: bool) 
     if left_out:
         where = f"they go to {flow.rest or result.rest}" if flow.rest or result.rest else "they are lost"
         names = ", ".join(map(cut, left_out))
-        told = f"no column can have the name of {names} (over {NAME_BYTES} bytes, a quote, or Postgres's own); {where}"
+        odd = f"over {NAME_BYTES} bytes, a quote or backslash, or Postgres's own"
+        told = f"no column can have the name of {names} ({odd}); {where}"
         if for_new_table and not (flow.rest or result.rest):
             raise CommandError(f"{told}: say rename = {{column = path}} in a [[sink]], or rest")
         logger.warning("%s", told, extra={"action": "fields_left_out"})

@@ -82,8 +82,10 @@ def check_topics_exist(cluster: Cluster, topics: Sequence[str], options: Options
     :raises BrokerUnreachable: after ``startup_seconds``.
     :raises UnknownTopic: unless ``wait_for_topics`` was given.
     """
+    unknown: str | None = None
 
     def look() -> None:
+        nonlocal unknown
         cluster.identify()
         deadline = time.monotonic() + min(options.startup_seconds, _LAGGING_SECONDS)
         while not options.wait_for_topics:
@@ -92,6 +94,7 @@ def check_topics_exist(cluster: Cluster, topics: Sequence[str], options: Options
                 return
             except UnknownTopic as error:
                 # The broker that answers may be behind the one that has made the topic a moment ago.
+                unknown = str(error)
                 if time.monotonic() >= deadline:
                     raise UnknownTopic(f"{error}, or pass wait_for_topics=True") from error
             time.sleep(_AGAIN_SECONDS)
@@ -101,7 +104,7 @@ def check_topics_exist(cluster: Cluster, topics: Sequence[str], options: Options
         seconds=options.startup_seconds,
         what=f"Kafka at {cluster.servers}",
         group_id=options.group_id,
-        reason=cluster.reason,
+        reason=lambda: unknown or cluster.reason(),
     )
 
 

@@ -84,6 +84,7 @@ class FormatDecoder:
         guards: bool = False,
     ) -> None:
         self._decoder = decoder
+        self.missing = decoder.missing
         self._format = form or Format()
         self._binary = binary
         self._is_json = form is None and binary is None

@@ -107,7 +107,7 @@ class JsonDecoder:
             decimal=dict(decimal or {}),
             json_text=frozenset(json_text),
         )
-        self._missing = missing
+        self.missing = missing
         self._on_tombstone = on_tombstone
         # The columns that a message has filled so far, and the others by their positions.
         self._filled: set[str] = set()
@@ -196,7 +196,7 @@ class JsonDecoder:
                 raise TableError(f"{option} names {', '.join(sorted(unknown))}, which no field fills")
             if wrong := sorted(name for name in given if names[name] not in kinds):
                 raise TableError(f"{option} names {', '.join(wrong)}, which is not of {', '.join(sorted(kinds))}")
-        tells = {c.name for c in columns if c.is_left_out(_MISSING[self._missing])}
+        tells = {c.name for c in columns if c.is_left_out(_MISSING[self.missing])}
         types = {c.name: fast_type(c, reading) for c in columns}
         self._shape = Shape(
             {name: (self._paths[name], kind) for name, kind in types.items()}, tells=tells, drop=self._drop

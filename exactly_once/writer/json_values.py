@@ -76,6 +76,7 @@ _LARGEST_EXPONENT = 30
 _NUL_ESCAPE = re.compile(rb"(?<!\\)((?:\\\\)*)(?:\\u0000)+")
 _TEXT: msgspec.json.Decoder[str] = msgspec.json.Decoder(str)
 _LIST: msgspec.json.Decoder[list[msgspec.Raw]] = msgspec.json.Decoder(list[msgspec.Raw])
+_BASE64 = re.compile(rb'"(?:[A-Za-z0-9+/]{4})*[A-Za-z0-9+/]{2}(?:==|[A-Za-z0-9+/]=|[A-Za-z0-9+/]{2})"')
 # What a number says nothing of, unless its unit is known.
 TIMES = {"timestamp", "timestamptz", "date", "time", "timetz", "interval"}
 _NUMBER_STARTS = b"-0123456789"
@@ -189,7 +190,8 @@ def _advice(column: Column, raw: bytes, reading: Reading) -> str:
     if is_number and name in TIMES and column.name in reading.epoch:
         return ""  # it is taken as a number already, and says itself what is wrong
     if is_number and name in TIMES:
-        return f'epoch = {{ {column.name} = "ms" }} takes a number, here of milliseconds'
+        unit, words = ("days", "days") if name == "date" else ("ms", "milliseconds")
+        return f'epoch = {{ {column.name} = "{unit}" }} takes a number, here of {words}'
     if raw.startswith((b"{", b"[")):
         return f"jsonb takes it: {_alter(column, 'jsonb', 'to_jsonb')}" if column.element is None else ""
     if (is_text or is_number) and name == "bool":
@@ -200,7 +202,12 @@ def _advice(column: Column, raw: bytes, reading: Reading) -> str:
     if is_number and (name in LIMITS or name in FLOATS):
         return f"numeric takes it: {_alter(column, 'numeric')}"
     if is_text and name in TIMES | LIMITS.keys() | {"numeric", "uuid"}:
-        return f"text takes all: {_alter(column, 'text')}"
+        takes = ""
+        if name == "numeric" and _BASE64.fullmatch(raw):
+            takes = (
+                f"decimal = {{ {column.name} = 2 }} takes base64, here of a number with two digits behind the point; "
+            )
+        return f"{takes}text takes all: {_alter(column, 'text')}"
     return ""
 
 

@@ -115,9 +115,14 @@ def _elements(text: str, at: int, depth: int) -> tuple[list[Any], int]:
 def _range(found: re.Match[str]) -> Range[str]:
     if found["open"] is None:
         return Range(empty=True)
-    # A bound of blanks is none of those that are not there.
-    lower, upper = (_unquoted(bound.strip(_BLANKS)) if (bound := found[name]) else None for name in ("lower", "upper"))
+    lower, upper = (_bound(found[name]) if found[name] else None for name in ("lower", "upper"))
     return Range(lower, upper, found["open"] + found["close"])
+
+
+def _bound(text: str) -> str:
+    """Return what a bound says: blanks around it are a part, which most types ignore and text does not."""
+    words = text.strip(_BLANKS)
+    return text.replace(words, _unquoted(words), 1)
 
 
 def _unquoted(text: str) -> str:

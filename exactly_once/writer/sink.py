@@ -60,6 +60,11 @@ class TableSink:
         **options: Any,
     ) -> None:
         self.writer = TableWriter(table, **options)
+        if self.writer.missing in ("keep", "default") and getattr(decoder, "missing", "apart") != "apart":
+            raise ConfigurationError(
+                f"missing={self.writer.missing!r} needs a decoder that tells a missing field from null: say "
+                'JsonDecoder(missing="apart")'
+            )
         self._claims: Claims | None = None
         if claim is not None:
             from .claiming import Claims  # noqa: PLC0415 - an extra

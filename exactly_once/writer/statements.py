@@ -67,7 +67,7 @@ def merge(connection: Connection, plan: Plan, prepared: Prepared, conflict: Conf
     names = stage_columns(len(plan.names))
     # The stage's columns take what the binary form of the value takes.
     kinds = (
-        sql.SQL("{} {}").format(sql.Identifier(n), sql.SQL(c.base_name))
+        sql.SQL("{} {}").format(sql.Identifier(n), sql.SQL(_input_type(c)))
         for n, c in zip(names, plan.columns, strict=True)
     )
     try:
@@ -208,15 +208,19 @@ def _arrays(plan: Plan, natives: Sequence[bool]) -> sql.Composed:
 
 def _values(plan: Plan, natives: Sequence[bool]) -> list[sql.Composable]:
     """Return what an array's element is as a value of its column."""
-    # To the type without length, for a cast to one with length would cut what does not fit. An interval is rounded, so
-    # that a key is what is stored.
-    kinds = (c.type_name if c.base_name == "interval" else c.base_name for c in plan.columns)
+    # To the type without length, for a cast to one with length would cut what does not fit. What a number in the text
+    # of an interval means, say the fields of its column, at which only the input of the type looks, and no cast.
+    cast, read = "s.{}::{}", "(SELECT r.v FROM jsonb_to_record(jsonb_build_object('v', s.{})) AS r(v {}))"
     return [
-        sql.SQL("s.{}").format(sql.Identifier(name))
-        if is_native
-        else sql.SQL("s.{}::{}").format(sql.Identifier(name), sql.SQL(kind))
-        for name, kind, is_native in zip(stage_columns(len(natives)), kinds, natives, strict=True)
+        sql.SQL("s.{}" if is_native else read if c.is_interval_of_fields else cast).format(
+            sql.Identifier(name), sql.SQL(_input_type(c))
+        )
+        for name, c, is_native in zip(stage_columns(len(natives)), plan.columns, natives, strict=True)
     ]
+
+
+def _input_type(column: Column) -> str:
+    return column.type_name if column.is_interval_of_fields else column.base_name
 
 
 def _operator(sign: Literal["=", ">="], column: Column) -> sql.Composable:

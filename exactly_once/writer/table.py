@@ -52,6 +52,11 @@ class Column:
         return self.part if self.kind == "b" else None
 
     @property
+    def is_interval_of_fields(self) -> bool:
+        """Whether it is an interval, or an array of such, of certain fields or digits: ``interval year to month``."""
+        return self.typmod >= 0 and (self.element or self).base_name == "interval"
+
+    @property
     def has_attributes(self) -> bool:
         """Whether a composite type is in it, at any depth."""
         return bool(self.attributes) or (self.part is not None and self.part.has_attributes)

@@ -11,6 +11,7 @@ from typing import Any
 
 import psycopg
 import pytest
+from psycopg.conninfo import make_conninfo
 
 from exactly_once.cli.output import ago
 from exactly_once.embedded.proxy import PostgresProxy
@@ -375,3 +376,12 @@ def test_what_the_terminal_cannot_show_is_escaped_and_no_error(encoding: str, co
     done = subprocess.run(command, capture_output=True, env={**os.environ, "PYTHONIOENCODING": encoding}, check=False)
     assert (done.returncode, done.stderr) == (0, b"")
     assert b"\\u2192" in done.stdout
+
+
+def test_a_time_out_of_the_role_is_told_with_what_mends_it(command: Command, conninfo: str) -> None:
+    with psycopg.connect(conninfo) as other:
+        other.execute("LOCK TABLE exactly_once.ledger")
+        result = command("status", "--conninfo", make_conninfo(conninfo, options="-c statement_timeout=200"))
+    assert result.code == 1
+    assert "statement timeout; a statement waited too long" in result.err
+    assert "ALTER ROLE ... SET statement_timeout" in result.err

@@ -150,14 +150,18 @@ def test_conninfo_and_connect_exclude_each_other_and_one_is_needed() -> None:
     assert "connect=" in refused(conninfo=None)
 
 
-def test_unknown_topic_is_an_error_within_seconds(make_consumer: MakeConsumer, bootstrap_servers: str) -> None:
-    """Also when it is one among several, and without waiting for a first message."""
+def test_unknown_topic_is_an_error_within_seconds(
+    make_consumer: MakeConsumer, bootstrap_servers: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Also when it is one among several, and without waiting for a first message; what is waited for is told."""
     known = create_topic(bootstrap_servers, 1)
     consumer = make_consumer()
     began = time.monotonic()
     with pytest.raises(UnknownTopic, match=r"'no-such-topic'.*wait_for_topics=True"):
         consumer.subscribe([known, "no-such-topic"])
     assert time.monotonic() - began < 30
+    told = [record.getMessage() for record in caplog.records if record.__dict__.get("action") == "waiting"]
+    assert any(": there is no topic 'no-such-topic'" in text for text in told)
 
 
 @pytest.mark.parametrize("topics", [[], [""], "payments"])

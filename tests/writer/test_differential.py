@@ -50,6 +50,7 @@ KINDS = [
     "uuid[]",
     "inet[]",
     "varchar(3)[]",
+    *("interval year to month", "interval minute to second"),
 ]
 POOL = [j for values in VALUES.values() for j in values] + [j for r in TYPES for bad in r.bad.values() for j in bad]
 WAYS: list[dict[str, Any]] = [{"mode": "append"}, {"mode": "upsert"}, {"mode": "upsert", "small_batch": 0}]

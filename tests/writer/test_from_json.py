@@ -18,7 +18,8 @@ from confluent_kafka import Message
 from psycopg.postgres import types as registry
 
 from exactly_once.errors import ConfigurationError
-from exactly_once.writer import MISSING, BadRow, Column, Table, TableError, Tombstone
+from exactly_once.writer import MISSING, BadRow, Column, Table, TableError, TableSink, Tombstone
+from exactly_once.writer.formats import FormatDecoder
 from exactly_once.writer.from_json import JsonDecoder
 from exactly_once.writer.plan import Plan
 from exactly_once.writer.raw import FunctionDecoder, RawDecoder
@@ -511,3 +512,12 @@ def test_many_messages_at_once_are_what_each_of_them_is(options: dict[str, Any],
         assert decoded.unused == counted
         assert list(decoded.unfilled) == list(alone.decode([]).unfilled)
     assert len(good) > 500
+
+
+@pytest.mark.parametrize("missing", ["keep", "default"])
+def test_a_decoder_that_makes_null_of_a_missing_field_is_refused_where_that_is_not_null(missing: Any) -> None:
+    """The table would lose the value that it was to keep."""
+    for decoder in (JsonDecoder(), FormatDecoder(JsonDecoder(missing="null"))):
+        with pytest.raises(ConfigurationError, match=r'JsonDecoder\(missing="apart"\)'):
+            TableSink("customer", decoder=decoder, mode="upsert", missing=missing)
+    TableSink("customer", decoder=JsonDecoder(missing="apart"), mode="upsert", missing=missing)

@@ -473,6 +473,8 @@ def test_a_text_that_postgres_takes_for_no_number_is_no_time(
 
 ADVICE: list[tuple[str, str, str]] = [
     ("timestamptz", "1767225600000", 'epoch = { v = "ms" }'),
+    ("date", "19782", 'epoch = { v = "days" }'),
+    ("numeric(10,2)", '"tmn9Lg=="', "decimal = { v = 2 } takes base64"),
     ("timestamptz", '"2026-01-02T03:04:05"', 'naive_timestamps="utc"'),
     ("timestamp", '"2026-01-02T03:04:05Z"', 'naive_timestamps="utc"'),
     ("boolean", "1", "lax = true"),

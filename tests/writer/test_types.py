@@ -263,6 +263,23 @@ def test_a_value_that_the_column_refuses_is_an_error_that_names_it(
         assert caught.value.row == 0
 
 
+@pytest.mark.parametrize("way", WAYS)
+def test_blanks_in_the_bounds_of_a_range_are_what_postgres_makes_of_them(
+    way: str, name: str, work: Connection, make_table: MakeTable
+) -> None:
+    """A part of a text, and nothing to a number."""
+    work.execute(f'CREATE TYPE {name}_words AS RANGE (subtype = text, collation = "C")')
+    work.commit()
+    table = make_table(f"(id int PRIMARY KEY, words {name}_words, numbers int4range)")
+    texts = ["[ 1 , 5 )", "( 1 ,x)", "[a\tb ,]", '[ "a,b" ,"c d" ]', "[ ,b)", '["\\\\ ",)']
+    TableWriter(table, **WAYS[way]).write(work, [(i, text, "[ 1 , 5 )") for i, text in enumerate(texts)])
+    expected = [work.execute(f"SELECT %s::{name}_words::text", [text]).fetchone() for text in texts]
+    assert work.execute(f"SELECT words::text FROM {table} ORDER BY id").fetchall() == expected
+    assert work.execute(f"SELECT DISTINCT numbers::text FROM {table}").fetchall() == [("[1,5)",)]
+    work.execute(f"DROP TYPE {name}_words CASCADE")
+    work.commit()
+
+
 @pytest.mark.parametrize("style", ["postgres", "sql_standard", "iso_8601", "postgres_verbose"])
 def test_a_time_that_is_negative_is_the_same_in_every_style(
     style: str, work: Connection, make_table: MakeTable

@@ -213,3 +213,31 @@ def test_a_column_that_takes_no_null_keeps_what_it_has(
     ]
     with pytest.raises(BadRow), work.transaction():
         writer.write(work, [(3, "a", gap, date(2026, 1, 1), 5)])
+
+
+@pytest.mark.parametrize(
+    ("kind", "text", "stored"),
+    [
+        ("interval year to month", "5", "5 mons"),
+        ("interval minute to second", "1:30", "00:01:30"),
+        ("interval hour to minute", "1:30", "01:30:00"),
+        ("interval day to second(1)", "2.26", "00:00:02.3"),
+        ("interval year to month[]", "{5,NULL}", '{"5 mons",NULL}'),
+    ],
+)
+def test_the_fields_of_an_interval_say_what_a_number_means(
+    kind: str, text: str, stored: str, work: Connection, make_table: MakeTable
+) -> None:
+    """As the input of the column reads it; a cast of text reads seconds, and then drops them. As a key, too."""
+    domain = f"{make_table('()')}_domain"
+    work.execute(f"CREATE DOMAIN {domain} AS {kind}")
+    work.commit()
+    for type_name in (kind, domain):
+        table = make_table(f"(k {type_name} PRIMARY KEY, v {type_name})")
+        for small_batch in (500, 0):
+            writer = TableWriter(table, mode="upsert", small_batch=small_batch)
+            assert writer.write(work, [(text, text), (text, text)]) == 1
+            assert work.execute(f"SELECT k::text, v::text FROM {table}").fetchall() == [(stored, stored)]
+            assert writer.write(work, [Tombstone((text,))]) == 1
+    work.execute(f"DROP DOMAIN {domain} CASCADE")
+    work.commit()
