@@ -407,7 +407,7 @@ class Maintenance:
 
     def _log_bad(self, partition: Partition, error: Exception) -> None:
         extra = self._about("partition_bad", partition=partition)
-        logger.error("%s is not read, others are: %s", partition, error, extra=extra)
+        logger.error("%s is not read, any others are: %s", partition, error, extra=extra)
 
     def _reject_unreadable(self) -> None:
         """Leave partitions out that cannot be read on, once everything is applied that could be read."""
