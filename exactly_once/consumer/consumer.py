@@ -329,9 +329,13 @@ class ExactlyOnceConsumer:
         :raises ReadOnly: when the database server still takes no writes after that.
         :raises UnknownTopic: unless ``wait_for_topics`` was given.
         :raises SchemaTooOld: when ``exactly-once migrate`` has not been run.
+        :raises UnitNotFinished: inside of a unit.
         """
         self._check_use()
         check_topics(topics)
+        if self._unit is not None and self._unit.stage is Stage.OPEN:
+            # The look at the database would end its transaction.
+            raise UnitNotFinished(f"subscribe() inside of {self._unit!r}: leave its `with unit:` before")
         self._servers.check_database(self._session, self._options)
         self._servers.check_topics_exist(self._cluster, [t for t in topics if not t.startswith("^")], self._options)
         first, first_before = None, self._start_offsets.first_topics
