@@ -72,6 +72,13 @@ class Move:
         start = self.log.start if self.log and self.old_offset is None else self.old_offset
         return self._in_log(start, self.result)
 
+    @property
+    def gone(self) -> int:
+        """How many offsets that were never applied are passed over, because the log has lost them."""
+        if self.log is None or self.old_offset is None or self.result is None:
+            return 0
+        return max(0, min(self.result, self.log.start) - self.old_offset)
+
     def _in_log(self, start: int | None, end: int | None) -> int:
         """Count the offsets from one to another that the log has; without a log, all."""
         if start is None or end is None:
@@ -313,11 +320,13 @@ def show(plan: Plan, args: argparse.Namespace, more: Sequence[str] = ()) -> None
         cells.append([m.partition.number, m.old_offset, "->", m.result, *(m.log or (None, None)), note])
     # An owner that lives goes on meanwhile, so a dry run counts for this moment.
     again, left_out = sum(m.again for m in plan.moves), sum(m.left_out for m in plan.moves)
+    gone = sum(m.gone for m in plan.moves)
     verb, other, drop = "would come", "would be left out", "would be dropped"
     if args.execute:
         verb, other, drop = "come", "are left out", "are dropped"
     effects = [f"{again} {verb} again, their effects a second time"] if again else []
     effects += [f"{left_out} {other}, without effects"] if left_out else []
+    effects += [f"{gone} that the log has lost {other}, too"] if gone else []
     effect = "no message comes again, none is left out"
     if effects:
         effect = f"messages: {'; '.join(effects)} (counted in offsets, so gaps of compaction and transactions count)"

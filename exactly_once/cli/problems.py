@@ -29,9 +29,10 @@ _LEAST = 11  # characters of a line of help, which argparse has at least, too
 # By the name of the class: psycopg, which defines them, must not be imported here.
 _HINTS = {
     "InsufficientPrivilege": (
-        "`exactly-once migrate --sql --role NAME`, with the same --schema, prints the grants on the ledger; tables of "
-        "your own need GRANT INSERT, those that are changed by key SELECT, UPDATE and DELETE, too, and TEMPORARY ON "
-        "DATABASE, and making one USAGE and CREATE ON SCHEMA; with row-level security a policy must allow each row"
+        "`exactly-once migrate --sql --role NAME`, with the same --schema, prints a worker's grants on the ledger; to "
+        "drop or replay dead letters, also by reset, be the owner of the schema; tables of your own need GRANT INSERT, "
+        "those that are changed by key SELECT, UPDATE and DELETE, too, and TEMPORARY ON DATABASE, and making one USAGE "
+        "and CREATE ON SCHEMA; with row-level security a policy must allow each row"
     ),
     "LockNotAvailable": "a unit of work, perhaps of a process that stands still, holds the rows: try again",
     "QueryCanceled": (

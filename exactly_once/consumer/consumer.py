@@ -329,9 +329,13 @@ class ExactlyOnceConsumer:
         :raises ReadOnly: when the database server still takes no writes after that.
         :raises UnknownTopic: unless ``wait_for_topics`` was given.
         :raises SchemaTooOld: when ``exactly-once migrate`` has not been run.
+        :raises UnitNotFinished: inside of a unit.
         """
         self._check_use()
         check_topics(topics)
+        if self._unit is not None and self._unit.stage is Stage.OPEN:
+            # The look at the database would end its transaction.
+            raise UnitNotFinished(f"subscribe() inside of {self._unit!r}: leave its `with unit:` before")
         self._servers.check_database(self._session, self._options)
         self._servers.check_topics_exist(self._cluster, [t for t in topics if not t.startswith("^")], self._options)
         first, first_before = None, self._start_offsets.first_topics
@@ -369,7 +373,7 @@ class ExactlyOnceConsumer:
         its log ended when the partition was acquired, or the first open transaction of a producer began, which is
         logged. With ``idle_seconds`` it ends when nothing came for so long, counted from when all partitions of this
         member are being read. A member that is given no partitions waits ten seconds for others to give some up,
-        except under the eager protocol, where it is told so.
+        except under the eager protocol, where it is told so; one whose patterns match no topic waits as long.
         :meth:`stop` ends it always.
 
         :raises StartError: at such an end, when a partition could not be read: what it has was not applied.
@@ -671,6 +675,8 @@ class ExactlyOnceConsumer:
         else:
             # It may pass; the client repeats it for as long as it lasts.
             topic, number = message.topic(), message.partition()
+            if code == KafkaError.UNKNOWN_TOPIC_OR_PART and topic is not None:
+                self._maintenance.absent.add(topic)
             where = "" if topic is None else f" ({topic}[{number}])" if (number or -1) >= 0 else f" ({topic})"
             level = logging.DEBUG if (code, where) in self._warned else logging.WARNING
             self._warned.add((code, where))

@@ -138,6 +138,8 @@ class Maintenance:
         self.is_member = False
         # Since when it has not, and when that is told next.
         self._joining: tuple[float, float] | None = None
+        # Topics and patterns of which the client has said that the cluster has none.
+        self.absent: set[str] = set()
         # Why Kafka could not be asked the last time, if so.
         self.unreachable: str | None = None
 
@@ -212,10 +214,20 @@ class Maintenance:
 
     @property
     def is_left_idle(self) -> bool:
-        """Whether Kafka has nothing for this member: it is in the group, and others have had time to give up some."""
-        if not self.is_member or self.ownership.states:
+        """Whether Kafka has nothing for this member: it is in the group, and others have had time to give up some.
+
+        A client whose patterns match no topic joins no group in the classic protocols.
+        """
+        if self.ownership.states:
             return False
-        return not self._assignment.is_incremental or time.monotonic() - self._assigned_at >= SETTLE_SECONDS
+        if self.is_member:
+            return not self._assignment.is_incremental or time.monotonic() - self._assigned_at >= SETTLE_SECONDS
+        has_nothing = self._finds_no_topic and all(topic.startswith("^") for topic in self._assignment.topics)
+        return has_nothing and self._joining is not None and time.monotonic() - self._joining[0] >= SETTLE_SECONDS
+
+    @property
+    def _finds_no_topic(self) -> bool:
+        return self.absent.issuperset(self._assignment.topics)
 
     def move_to_ends(self, *, released: bool = False) -> None:
         """Move the ledger to the ends of logs that are applied, behind what holds no message: commit markers, say.
@@ -395,7 +407,7 @@ class Maintenance:
 
     def _log_bad(self, partition: Partition, error: Exception) -> None:
         extra = self._about("partition_bad", partition=partition)
-        logger.error("%s is not read, others are: %s", partition, error, extra=extra)
+        logger.error("%s is not read, any others are: %s", partition, error, extra=extra)
 
     def _reject_unreadable(self) -> None:
         """Leave partitions out that cannot be read on, once everything is applied that could be read."""
@@ -502,6 +514,7 @@ class Maintenance:
         """
         if self.ownership.states:
             self._joining = None
+            self.absent.clear()
             return
         before, self._generation = self._generation, generation(client)
         self.is_member = self._generation > 0 and (self.is_member or not self._is_called_for_nothing)
@@ -510,13 +523,14 @@ class Maintenance:
         now = time.monotonic()
         since, due = self._joining or (now, now + _JOINING_SECONDS)
         if not self.is_member and now >= due:
-            logger.warning(
-                "waiting for Kafka to assign partitions for %.0f s: it waits for other members of group %s; one that "
-                "died counts until its session ends (session.timeout.ms)",
-                now - since,
-                self._ledger.group_id,
-                extra=self._about("waiting"),
+            reason = (
+                f"it waits for other members of group {self._ledger.group_id}; one that died counts until its session "
+                "ends (session.timeout.ms)"
             )
+            if self._finds_no_topic:
+                reason = f"there is no topic (yet) for topics={self._assignment.topics!r}"
+            text = "waiting for Kafka to assign partitions for %.0f s: %s"
+            logger.warning(text, now - since, reason, extra=self._about("waiting"))
             due = now + (now - since)
         self._joining = None if self.is_member else (since, due)
 

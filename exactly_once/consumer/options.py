@@ -90,6 +90,12 @@ def check_options(
 
     :raises ConfigurationError: naming the option, what was given and what is possible.
     """
+    if not isinstance(kafka, Mapping):
+        raise ConfigurationError(f"kafka={kafka!r} is not possible; give the settings of confluent-kafka, as a dict")
+    if not (kafka.get("bootstrap.servers") or kafka.get("metadata.broker.list")):
+        raise ConfigurationError(
+            'bootstrap.servers is missing from the Kafka settings: {"bootstrap.servers": "localhost:9092"}'
+        )
     if (conninfo is None) == (connect is None):
         raise ConfigurationError("give either conninfo= (a connection string) or connect= (a callable), not both")
     given = {**rest, "max_unit_seconds": max_unit_seconds, "claims_window": claims_window, "connect": connect}

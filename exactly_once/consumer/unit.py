@@ -350,13 +350,19 @@ def call(handler: Callable[[Unit], object], unit: Unit) -> None:
 
 
 def refuse_undone(result: object, what: str) -> None:
-    """Refuse what a function has returned in place of its effects; raise as :func:`apply` does."""
-    # An iterator of Python's own: a cursor, which is one too, has had its effects.
-    is_lazy = isinstance(result, (Iterator, AsyncIterator)) and type(result).__module__ in ("builtins", "itertools")
-    if inspect.isawaitable(result) or isinstance(result, Future) or is_lazy:
-        if inspect.iscoroutine(result):
-            result.close()
+    """Refuse what a function has returned in place of its effects, or a list of it; raise as :func:`apply` does."""
+    results = [result, *result] if isinstance(result, (list, tuple, set)) else [result]
+    undone = [each for each in results if inspect.isawaitable(each) or isinstance(each, Future) or _is_lazy(each)]
+    for each in undone:
+        if inspect.iscoroutine(each):
+            each.close()
+    if undone:
         raise ConfigurationError(
-            f"{what} returned {type(result).__name__} {result!r} instead of having its effects: "
+            f"{what} returned {type(undone[0]).__name__} {undone[0]!r} instead of having its effects: "
             "write it with def, not async def, and without yield; wait for a future, and iterate over a map"
         )
+
+
+def _is_lazy(result: object) -> bool:
+    """Tell an iterator of Python's own: a cursor, which is one too, has had its effects."""
+    return isinstance(result, (Iterator, AsyncIterator)) and type(result).__module__ in ("builtins", "itertools")

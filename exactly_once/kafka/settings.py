@@ -40,9 +40,9 @@ def client_settings(kafka: Mapping[str, Any]) -> dict[str, Any]:
     settings = {key: value for key, value in kafka.items() if key not in _CALLBACKS}
     for key, forced in _FORCED.items():
         if key in settings and _AS_BOOL.get(str(settings[key]).lower()) is not forced:
+            why = "by it the ends of logs are known" if key == "enable.partition.eof" else "offsets live in Postgres"
             raise ConfigurationError(
-                f"{key}={settings[key]!r} is refused: offsets live in Postgres, {key} must be {forced}. "
-                "Leave the key out."
+                f"{key}={settings[key]!r} is refused: {why}, {key} must be {forced}. Leave the key out."
             )
     if "default.topic.config" in settings:
         raise ConfigurationError(

@@ -266,7 +266,10 @@ class UnitOfWork:
                 "propagate, or put the statement into `with unit.connection.transaction():` and catch it outside"
             )
         if status is TransactionStatus.ACTIVE:
-            raise TransactionBusy("the handler left a COPY open on unit.connection; use it in a with block")
+            raise TransactionBusy(
+                "the handler left a COPY or a stream() open on unit.connection; use the COPY in a with block, and read "
+                "the stream to its end"
+            )
         if status is TransactionStatus.IDLE and self.is_joined:
             raise TransactionEnded(_ENDED_INSIDE)
         if status is TransactionStatus.IDLE:

@@ -176,6 +176,21 @@ def test_a_role_that_was_not_granted_is_told_which_command_prints_the_grants(
     assert command("status", "--conninfo", worker_conninfo, "--schema", schema).code == 0
 
 
+def test_a_worker_is_told_who_may_drop_dead_letters(
+    command: Command, printed_schema: str, worker_conninfo: str, topic: str, make_consumer: MakeConsumer
+) -> None:
+    with make_consumer(conninfo=worker_conninfo, schema=printed_schema) as consumer:
+        consumer.subscribe([topic])
+        with next(consumer.units(until_end=True)) as unit:
+            unit.dead_letter(unit.messages[0], "a test")
+    where = ["--conninfo", worker_conninfo, "--schema", printed_schema]
+    (letter,) = command("dead-letters", "list", *where, "--json").json["dead_letters"]
+    refused = command("dead-letters", "drop", letter["id"], "--execute", *where)
+    assert refused.code == 1
+    assert "permission denied for table dead_letter; " in refused.err
+    assert "to drop or replay dead letters, also by reset, be the owner of the schema" in refused.err
+
+
 def test_psql_takes_the_printed_sql(
     command: Command, postgres_conninfo: str, schema: str, role: str, admin: Db
 ) -> None:

@@ -52,6 +52,7 @@ def refused(kafka: dict[str, Any] | None = None, **options: Any) -> str:
 def test_setting_that_would_break_the_guarantee_is_refused_by_name(key: str, value: object) -> None:
     message = refused({**KAFKA, key: value})
     assert f"{key}={value!r} is refused" in message
+    assert ("ends of logs" in message) == (key == "enable.partition.eof")
     assert "Leave the key out" in message
 
 

@@ -7,7 +7,7 @@ import os
 import subprocess
 import sys
 import warnings
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from concurrent.futures import Future
 from typing import Any
 
@@ -265,7 +265,19 @@ def repeating(unit: Unit) -> Iterator[None]:
     return itertools.starmap(record, [(unit, "test")])
 
 
-@pytest.mark.parametrize("handler", [coroutine, generator, async_generator, future, mapping, repeating])
+def futures(unit: Unit) -> list[Future[None]]:
+    """As ``[executor.submit(store, message) for message in unit.messages]``."""
+    return [Future() for _ in unit.messages]
+
+
+def coroutines(unit: Unit) -> list[Coroutine[Any, Any, None]]:
+    return [coroutine(unit) for _ in unit.messages]
+
+
+LAZY = [coroutine, generator, async_generator, future, mapping, repeating, futures, coroutines]
+
+
+@pytest.mark.parametrize("handler", LAZY)
 @pytest.mark.parametrize("in_thread", [False, True])
 def test_handler_that_has_not_run_yet_is_an_error_and_applies_nothing(
     scene: Scene, handler: Handler, *, in_thread: bool

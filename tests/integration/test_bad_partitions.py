@@ -111,7 +111,7 @@ def test_the_others_are_read_and_the_end_says_that_one_is_not(
         assert health.reasons[0].startswith(f"{topic}[1] is not read: {kind.__name__}: ")
         assert [s.value for s in consumer._observer.read() if s.metric.name == "exactly_once_bad_partitions"] == [1]
         assert len(errors(caplog)) == 1, "it is told once, not at each look"
-        assert errors(caplog)[0].startswith(f"{topic}[1] is not read, others are: ")
+        assert errors(caplog)[0].startswith(f"{topic}[1] is not read, any others are: ")
         if kind is LedgerRowMissing:
             db.execute(
                 "INSERT INTO exactly_once.ledger (group_id, topic, partition, next_offset) VALUES (%s, %s, 1, 10)",

@@ -74,6 +74,59 @@ def test_a_member_that_is_left_without_partitions_ends(
     scene.assert_exact()
 
 
+@pytest.mark.parametrize("end", [{"until_end": True}, {"idle_seconds": 0.3}])
+def test_a_pattern_without_a_topic_ends(
+    protocol: dict[str, Any],
+    end: dict[str, Any],
+    make_consumer: MakeConsumer,
+    monkeypatch: pytest.MonkeyPatch,
+    name: str,
+) -> None:
+    monkeypatch.setattr(maintenance, "SETTLE_SECONDS", 2.0)
+    with make_consumer(protocol) as consumer:
+        consumer.subscribe([f"^{name}\\..*"])
+        timer = threading.Timer(60, consumer.stop)
+        timer.start()
+        assert consumer.run(handler, **end)
+        timer.cancel()
+
+
+def test_a_service_without_a_topic_says_so(
+    make_consumer: MakeConsumer, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, name: str
+) -> None:
+    monkeypatch.setattr(maintenance, "_JOINING_SECONDS", 1.0)
+    with make_consumer(wait_for_topics=True) as consumer:
+        consumer.subscribe([name])
+
+        def stop() -> None:
+            try:
+                until(lambda: f"there is no topic (yet) for topics=['{name}']" in caplog.text, 60, "the reason")
+            finally:
+                consumer.stop()
+
+        thread = threading.Thread(target=stop)
+        thread.start()
+        consumer.run(handler)
+        thread.join()
+
+
+def test_a_topic_that_is_waited_for_is_no_end(make_consumer: MakeConsumer, bootstrap_servers: str, name: str) -> None:
+    with make_consumer({"topic.metadata.refresh.interval.ms": 500}, wait_for_topics=True) as consumer:
+        consumer.subscribe([name])
+
+        def make() -> None:
+            create_topic(bootstrap_servers, 1, name=name)
+            produce(bootstrap_servers, name, 4, 1)
+
+        timer = threading.Timer(maintenance.SETTLE_SECONDS + 1, make)
+        timer.start()
+        try:
+            assert consumer.run(lambda unit: None, idle_seconds=1)
+        finally:
+            timer.join()
+        assert consumer.counters.messages == 4
+
+
 def _serve(consumer: ExactlyOnceConsumer, end: dict[str, Any], failures: list[BaseException]) -> None:
     try:
         consumer._thread = None  # it was subscribed by the thread of the test

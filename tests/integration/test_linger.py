@@ -222,4 +222,6 @@ def test_run_is_as_exact_with_it(make_scene: MakeScene) -> None:
 @pytest.mark.parametrize("seconds", [-1, math.inf, math.nan])
 def test_a_time_that_is_none_is_refused(seconds: float) -> None:
     with pytest.raises(ConfigurationError, match="linger_seconds"):
-        ExactlyOnceConsumer({"group.id": "g"}, conninfo="postgresql:///", linger_seconds=seconds)
+        ExactlyOnceConsumer(
+            {"bootstrap.servers": "localhost:1", "group.id": "g"}, conninfo="postgresql:///", linger_seconds=seconds
+        )

@@ -15,9 +15,10 @@ import pytest
 from confluent_kafka import Consumer, TopicPartition
 from confluent_kafka.admin import AdminClient
 
-from exactly_once import ConfigurationError, ExactlyOnceConsumer, Unit, WrongThreadOrProcess
+from exactly_once import ConfigurationError, ExactlyOnceConsumer, Unit, UnitNotFinished, WrongThreadOrProcess
 from exactly_once.embedded.proxy import PostgresProxy
 from tests.conftest import MakeConsumer
+from tests.integration.scene import Scene
 from tests.support import journal
 from tests.support.interrupts import Interrupt, Interrupter
 from tests.support.topics import create_topic, produce
@@ -374,6 +375,19 @@ def test_break_leaves_the_next_unit_undone(make_consumer: MakeConsumer, topic: s
     with make_consumer() as consumer:
         consumer.subscribe([topic])
         assert drain(consumer) == MESSAGES
+
+
+def test_subscribing_inside_of_a_unit_is_refused(scene: Scene) -> None:
+    """It would end the unit's transaction, which was told of as a ROLLBACK of the handler."""
+    consumer = scene.consumer()
+    unit = next(iter(consumer))
+    with unit:
+        record(unit, "test")
+        with pytest.raises(UnitNotFinished, match=r"subscribe\(\) inside of <Unit open"):
+            consumer.subscribe([scene.topic])
+    consumer.subscribe([scene.topic])
+    scene.drain(consumer)
+    scene.assert_exact()
 
 
 def test_units_before_subscribe_are_refused(make_consumer: MakeConsumer) -> None:

@@ -131,6 +131,17 @@ def test_the_guards_of_production_speak(way: str, connection: Connection, balanc
     assert balances() == [100]
 
 
+def test_a_stream_that_is_left_open_is_named(connection: Connection, balances: Callable[[], Any]) -> None:
+    with (
+        pytest.raises(TransactionBusy, match=r"stream\(\).* read the stream to its end"),
+        unit(connection, [message("payments", "5")]) as u,
+    ):
+        pay(u)
+        rows = u.connection.cursor().stream("SELECT generate_series(1, 100)")
+        next(rows)
+    assert balances() == [100]
+
+
 COMMITS: dict[str, Callable[[Unit], object]] = {
     "COMMIT": lambda u: u.execute("COMMIT"),
     "COMMIT, then another BEGIN": lambda u: u.execute("COMMIT; BEGIN"),

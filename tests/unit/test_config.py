@@ -219,6 +219,19 @@ def test_a_group_id_is_required(group_id: str | None) -> None:
         checked({"group.id": group_id})
 
 
+@pytest.mark.parametrize("settings", [{"group.id": "g"}, {"group.id": "g", "bootstrap.servers": ""}])
+def test_brokers_are_required(settings: dict[str, str]) -> None:
+    """Without them the client would wait for a connection that it never tries."""
+    with pytest.raises(ConfigurationError, match=r"bootstrap\.servers is missing"):
+        ExactlyOnceConsumer(settings, conninfo="postgresql:///")
+
+
+@pytest.mark.parametrize("kafka", [None, "localhost:9092", [("group.id", "g")], object()])
+def test_settings_are_a_dict(kafka: Any) -> None:
+    with pytest.raises(ConfigurationError, match=r"kafka=.* give the settings of confluent-kafka, as a dict"):
+        ExactlyOnceConsumer(kafka, conninfo="postgresql:///")
+
+
 @pytest.mark.parametrize("group_id", [" g", "\tg", " ", "g\0h", "\0", "g\ud800", "g" * 2001])
 def test_a_group_id_is_refused_that_the_client_would_take_for_another(group_id: str) -> None:
     """Or that aborts the process, or that no broker answers."""
