@@ -23,6 +23,8 @@ from exactly_once.ledger.start import StartOffsets
 from exactly_once.writer import TableWriter
 from exactly_once.writer.sink import Evolve
 
+from .ranges import Group
+
 if TYPE_CHECKING:
     from .report import BatchReport, SinkUnit
 
@@ -77,6 +79,11 @@ class Options:
     """The data source: what a batch job is called; under one name it is written once."""
     reap_after_seconds: float = 86400.0
     """The data source: how long staged rows are kept that nobody has published."""
+
+    @property
+    def group(self) -> Group:
+        """The group as errors name it."""
+        return Group(self.group_id, self.schema)
 
     @property
     def patiently(self) -> tenacity.Retrying:

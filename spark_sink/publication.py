@@ -152,8 +152,7 @@ def register(options: Options, batch: RunBatch) -> None:
                         # With offsets a query may have written elsewhere before: they tell what is missing.
                         first = 0 if options.ledger == "batch-id" else batch.batch_id
                         found = owners.take_query(connection, pid, batch.query_id, watcher, first=first)
-                        own = one_batch(row, batch.batch_id)
-                        remaining(own, {row: found}, group_id=options.group_id, schema=options.schema)
+                        remaining(one_batch(row, batch.batch_id), {row: found}, options.group)
                         execute(connection, options.schema, "spark_hold", **run, held=to_json(owners.held, {}))
                         execute(connection, options.schema, "spark_forget", **run)
             except psycopg.errors.UndefinedTable:
@@ -227,8 +226,7 @@ class StagedCommit:
         batch_id = found if is_job else batch.batch_id
         if published is not None and (is_job or batch_id < published):
             return {}  # done by a call whose answer was lost
-        of = {"group_id": options.group_id, "schema": options.schema}
-        todo = counted = remaining(one_batch(self._query, batch_id), {self._query: found}, **of)
+        todo = counted = remaining(one_batch(self._query, batch_id), {self._query: found}, options.group)
         if not is_job:
             self._log = on_disk(options.checkpoint_location, batch.query_id, warns=published is None)
         part, is_known = self._fit(schema, is_first=published is None, is_job=is_job)
@@ -251,10 +249,10 @@ class StagedCommit:
             ranges = self._ranges(chunks)
             owners.check_returned(ranges, self._ended)
             next_offsets = owners.take(ranges, batch_id=batch.batch_id)
-            todo = remaining(ranges, next_offsets, **of)
+            todo = remaining(ranges, next_offsets, options.group)
         elif not counted:
             told = self._run("spark_fingerprint", query_id=self._name, batch_id=found - 1)
-            refuse_older(found, batch_id, told, fingerprint, group_id=options.group_id)
+            refuse_older(found, batch_id, told, fingerprint, options.group)
         attempt.work = replace(
             attempt.work,
             grants=tuple(owners.held.values()),
@@ -279,7 +277,7 @@ class StagedCommit:
         """Compare the frame with its table; tell as well whether this query, or job, has written before."""
         connection, options, (writer,) = self._attempt.unit.connection, self._options, self._attempt.writers
         defined = define(connection, options, schema) if options.create_table or options.evolve else []
-        table = writer.table(connection)
+        table = self._attempt.locked(writer)
         table.refuse_unlogged()
         stateful = [] if self._log is None else self._log.stateful()
         refuse_kept_rows(stateful, options)

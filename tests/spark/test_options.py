@@ -25,6 +25,7 @@ NEEDED: dict[str, Any] = {"conninfo": "dbname=x", "table": "t", "group_id": "g"}
         ({"transaction": "task"}, "transaction='task'.*batch, partition"),
         ({"ledger": "ids"}, "ledger='ids'.*offsets, batch-id"),
         ({"conninfo": "no such thing"}, "conninfo"),
+        ({"conninfo": None}, "conninfo= must be a connection string, not NoneType"),
         ({"table": ""}, "table="),
         ({"group_id": ""}, "group_id="),
         ({"topic_column": "offset"}, "must differ"),
