@@ -295,7 +295,8 @@ class Attempt:
             if (p := each.partition) in moves
         ]
         if self.work.report is not None:
-            report = {**self.work.report, "row_count": self.result.rows, "dropped": self.result.dropped}
+            done = {"row_count": self.result.rows, "dropped": self.result.dropped}
+            report = {"group_id": self.work.options.group_id, **self.work.report, **done}
             # With the COMMIT: another attempt must not wait here for one that stands still.
             self.unit.defer(query("spark_report", self.session.schema), report)
         began_at = time.monotonic()
@@ -329,8 +330,7 @@ class Attempt:
             raise BadRow(f"the key to claim is text or a whole number, not {keys[none]!r}", row=none, column=claim)
         table = self.writers[number].table(self.unit.connection)
         named = [_claimed(table, key) for key in keys]
-        where = {"schema": self.session.schema, "group_id": self.work.options.group_id}
-        answers = claims.claim(self.unit.connection, named, **where)
+        answers = claims.claim(self.unit.connection, named, **asdict(self.work.options.group))
         # All are, mostly, and a filter copies all values.
         return rows if all(answers) else rows.filter(pa.array(answers))
 
@@ -353,7 +353,7 @@ class Attempt:
             timestamp=(TIMESTAMP_NOT_AVAILABLE, 0),
         )
         (grant,) = (each for each in self.work.grants if each.partition == (topic, partition))
-        where = {"schema": self.session.schema, "group_id": part.options.group_id}
+        where = asdict(part.options.group)
         dead_letters.store(
             self.unit.connection,
             message,

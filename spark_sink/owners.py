@@ -11,7 +11,7 @@ import contextlib
 import logging
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 from uuid import UUID
 
 import psycopg
@@ -160,21 +160,19 @@ class Owners:
 
         A row that is made begins at ``first``. Where the group has batch ids of other queries, their owners are fenced.
         """
-        row, ledger = query_row(query_id), self._ledger.inside(connection)
-        group_id, schema = self._group.group_id, self._group.schema
+        row, ledger, group = query_row(query_id), self._ledger.inside(connection), self._group
         with watcher.acquiring(pid, [row]):
-            execute(connection, schema, "register_lock", group_id=group_id)
-            found = execute(connection, schema, "spark_others", group_id=group_id, topic=row.topic)
-            others = [Partition(topic, 0) for (topic,) in found]
+            ask(connection, group, "register_lock")
+            others = [Partition(topic, 0) for (topic,) in ask(connection, group, "spark_others", topic=row.topic)]
             existing, ever_existed = ledger.known([row.topic])
             if ever_existed - existing:
-                raise row_missing(group_id, schema, row)
+                raise row_missing(group.group_id, group.schema, row)
             ledger.register({row: first}, cluster_id=None, topic_ids={})
             taken = {each.partition: each for each in ledger.acquire([row, *others])}
         for other in others:
             if self._counts and taken[other].next_offset:
                 raise QueryChanged(
-                    f"{self._group} counts the batches of {other.topic}, this is {row.topic}: its "
+                    f"{group} counts the batches of {other.topic}, this is {row.topic}: its "
                     "checkpoint is another one, so the same batch id means other rows. Either start the query with the "
                     "checkpoint that belongs to the group, or start anew: empty the table and choose another group_id"
                 )
@@ -220,6 +218,11 @@ class Owners:
         _refuse_halted(self._ledger, row)
         assert row.owner_token is not None
         self.held[row.partition] = grant_of(row.partition, row.owner_token, row.owner_epoch, row.topic_id)
+
+
+def ask(connection: Connection, group: Group, name: str, /, **parameters: Any) -> psycopg.Cursor[Any]:
+    """Execute one of the ledger's statements about a group."""
+    return execute(connection, group.schema, name, group_id=group.group_id, **parameters)
 
 
 def group_of(ledger: Ledger) -> Group:
@@ -301,16 +304,11 @@ def claim(
     :raises ConfigurationError: for another table, or another way of counting, than before.
     """
     wanted = ", ".join(sorted(f"{table.schema}.{table.name}" for table in tables))
-    parameters = {
-        "group_id": options.group_id,
-        "query_id": query_id,
-        "previous": options.previous_table,
-        "is_job": is_job,
-    }
-    ((written, *known),) = execute(connection, options.schema, "spark_claim", table=wanted, **parameters)
+    stated = {"table": wanted, "query_id": query_id, "previous": options.previous_table, "is_job": is_job}
+    ((written, *known),) = ask(connection, options.group, "spark_claim", **stated)
     if written != wanted:
         raise ConfigurationError(
-            f"group {options.group_id!r} has written into {written}, now the table is {wanted}: what the ledger has "
+            f"{options.group} has written into {written}, now the table is {wanted}: what the ledger has "
             "as written is not there and would never come. Choose another group_id, which reads the topic from "
             f"startingOffsets on; or, where {written} was renamed or goes on in {wanted}, say "
             f"previous_table={written!r}"
@@ -318,7 +316,7 @@ def claim(
     claimed = Claim(*known)
     if claimed.ledger not in (None, options.ledger) and not (is_job and options.mode == "replace"):
         raise ConfigurationError(
-            f"group {options.group_id!r} has written with ledger={claimed.ledger!r}, now it is {options.ledger!r}: one "
+            f"{options.group} has written with ledger={claimed.ledger!r}, now it is {options.ledger!r}: one "
             "does not tell the other what was written, so rows would be written again. Leave ledger= as it was; or "
             "empty the table and choose another group_id"
         )
@@ -329,7 +327,7 @@ def claim(
     )
     if stateful and claimed.has_others and not claimed.is_known_query and doubles:
         raise FrameError(
-            f"the query has a new checkpoint, and another query has written for group {options.group_id!r}: the state "
+            f"the query has a new checkpoint, and another query has written for {options.group}: the state "
             f"of {', '.join(stateful)} is gone, so rows that it would have dropped would be written again. Restore "
             "the checkpoint; or say mode='insert-ignore' or 'upsert' with a key, without add=; or empty the table and "
             "choose another group_id"

@@ -20,7 +20,6 @@ from exactly_once.errors import ConfigurationError
 from exactly_once.ledger.migrate import check
 from exactly_once.ledger.retry import is_unavailable
 from exactly_once.ledger.rows import LOCK_SECONDS
-from exactly_once.ledger.session import execute
 from exactly_once.writer import Table, TableWriter
 from exactly_once.writer.table import read_shape
 
@@ -39,10 +38,10 @@ from .attempt import (
 from .define import define, log, new_columns
 from .errors import FrameError, LedgerBehindCheckpoint, RowsOutOfOrder
 from .frame import combine, fit, has_places, match
-from .offset_log import Failure, OffsetLog, reader
+from .offset_log import GIVE, Failure, OffsetLog, reader
 from .options import Options
-from .owners import IF_MADE_AGAIN, Claim, Owners, claim, query_row
-from .ranges import OFFSET, Range, not_written, one_batch, over_skipped, refuse_older, remaining
+from .owners import IF_MADE_AGAIN, Claim, Owners, ask, claim, query_row
+from .ranges import KEPT, OFFSET, Range, not_written, one_batch, over_skipped, refuse_older, remaining
 from .report import BatchReport
 from .stream_query import StreamQuery, refuse_kept_rows
 
@@ -82,7 +81,7 @@ class Run:
         if query is not None and self.query_id != query.query_id:
             raise ConfigurationError(
                 f"checkpoint_location={location!r} belongs to query {self.query_id}, this is query {query.query_id}; "
-                "leave it out, or give the sink what the query is given as option checkpointLocation"
+                f"leave it out, or {GIVE}"
             )
         # Calls what opens a transaction of its own, and waits for a database that is away.
         self._patiently = options.patiently
@@ -363,16 +362,13 @@ class Run:
                 _run_through(frame)
             return None
         if _run_through(frame):
-            raise RowsOutOfOrder(
-                "the batch has rows and covers no offsets: something has kept them since an earlier batch (a join of "
-                "streams, a window, a state). Say ledger='batch-id'"
-            )
+            raise RowsOutOfOrder(f"the batch has rows and covers no offsets: {KEPT}")
         return Result()
 
     def _ask(self, name: str, /, **parameters: Any) -> psycopg.Cursor[Any]:
         """Execute one statement in a short transaction."""
         with self._short(is_durable=False) as (connection, _):
-            return execute(connection, self._options.schema, name, **{"group_id": self._options.group_id, **parameters})
+            return ask(connection, self._options.group, name, **parameters)
 
     def _report(self, batch_id: int) -> dict[str, Any]:
         fingerprint = self._log.fingerprint(batch_id) if self._counts else None

@@ -26,6 +26,8 @@ NEEDED: dict[str, Any] = {"conninfo": "dbname=x", "table": "t", "group_id": "g"}
         ({"ledger": "ids"}, "ledger='ids'.*offsets, batch-id"),
         ({"conninfo": "no such thing"}, "conninfo"),
         ({"conninfo": None}, "conninfo= must be a connection string, not NoneType"),
+        ({"kafka": {"security.protocol": "SSL"}}, "kafka= is about a cluster.*add bootstrap_servers="),
+        ({"bootstrap_servers": ["localhost:9092"]}, "bootstrap_servers= must be text"),
         ({"table": ""}, "table="),
         ({"group_id": ""}, "group_id="),
         ({"topic_column": "offset"}, "must differ"),
