@@ -18,6 +18,7 @@ import math
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 from uuid import UUID
@@ -32,6 +33,7 @@ from exactly_once._model import Advance, Partition
 from exactly_once.errors import AlreadyApplied, HandlerCommitted
 from exactly_once.ledger import claims, dead_letters
 from exactly_once.ledger.outcome import SHORT_COUNT
+from exactly_once.ledger.retry import at_start
 from exactly_once.ledger.session import Session, cursor_on, last_row
 from exactly_once.ledger.sql import query
 from exactly_once.ledger.transaction import UnitOfWork
@@ -198,8 +200,8 @@ class Attempt:
             for p in work.parts
         ]
         for part, writer in zip(work.parts, self.writers, strict=True):
+            table = self.locked(writer)
             if part.options.mode == "replace":
-                table = writer.table(self.unit.connection)
                 if table.has_row_security:
                     raise TableError(
                         f"{table}: row security decides which rows this role deletes, so mode='replace' could "
@@ -217,6 +219,12 @@ class Attempt:
                 self.write(some if known is None else known.keep(some), number)
         self.result.dropped = sum(known.dropped for known in offsets if known is not None)
         return {} if offsets[0] is None else offsets[0].last
+
+    def locked(self, writer: TableWriter) -> Table:
+        """Lock a table as who writes does, for as long as it takes, as where an index is made; a wait is logged."""
+        what, group_id = f"the lock of table {writer.name}", self.work.options.group_id
+        # A transaction has one try.
+        return at_start(partial(writer.table, self.unit.connection), seconds=0, what=what, group_id=group_id)
 
     def write(self, rows: pa.Table, number: int = 0) -> None:
         """Write rows of one part; the columns that say where they come from stay behind if the table lacks them.
@@ -287,7 +295,8 @@ class Attempt:
             if (p := each.partition) in moves
         ]
         if self.work.report is not None:
-            report = {**self.work.report, "row_count": self.result.rows, "dropped": self.result.dropped}
+            done = {"row_count": self.result.rows, "dropped": self.result.dropped}
+            report = {"group_id": self.work.options.group_id, **self.work.report, **done}
             # With the COMMIT: another attempt must not wait here for one that stands still.
             self.unit.defer(query("spark_report", self.session.schema), report)
         began_at = time.monotonic()
@@ -321,8 +330,7 @@ class Attempt:
             raise BadRow(f"the key to claim is text or a whole number, not {keys[none]!r}", row=none, column=claim)
         table = self.writers[number].table(self.unit.connection)
         named = [_claimed(table, key) for key in keys]
-        where = {"schema": self.session.schema, "group_id": self.work.options.group_id}
-        answers = claims.claim(self.unit.connection, named, **where)
+        answers = claims.claim(self.unit.connection, named, **asdict(self.work.options.group))
         # All are, mostly, and a filter copies all values.
         return rows if all(answers) else rows.filter(pa.array(answers))
 
@@ -345,7 +353,7 @@ class Attempt:
             timestamp=(TIMESTAMP_NOT_AVAILABLE, 0),
         )
         (grant,) = (each for each in self.work.grants if each.partition == (topic, partition))
-        where = {"schema": self.session.schema, "group_id": part.options.group_id}
+        where = asdict(part.options.group)
         dead_letters.store(
             self.unit.connection,
             message,
@@ -368,9 +376,9 @@ def _claimed(table: Table, key: str | int) -> str:
 
 
 def log_set_aside(group_id: str, dead_letters: Iterable[str]) -> None:
-    """Name each row that was set aside, once it is."""
+    """Name each row that was stored as a dead letter, once it is."""
     for each in dead_letters:
-        logger.error("a row was set aside: %s", each, extra=about("set_aside", group=group_id))
+        logger.error("a row is a dead letter: %s", each, extra=about("set_aside", group=group_id))
 
 
 def read_results(rows: Iterable[Any]) -> Result:

@@ -29,6 +29,9 @@ Form = Literal["itself", "json", "null"]
 _JSON = ("json", "jsonb")
 _NESTED = ("map", "struct", "variant")
 _WHOLE = ("tinyint", "smallint", "int", "bigint")
+# What names the columns that say where a row comes from, and their types in Kafka's source.
+_PLACE_OPTIONS = ("topic_column", "partition_column", "offset_column")
+_PLACE_KINDS = ("string", "int", "bigint")
 # Spark's own forms leave out microseconds, and fields that are null. In UTC an instant has one form, whatever the
 # session's time zone: as a part of a key it is the same row, and the same value in a comparison.
 _JSON_FORM = {
@@ -63,7 +66,7 @@ def fit(frame: DataFrame, table: Table, options: Options, key: Sequence[str] = (
     fields, forms = match(frame.schema, table, options, key)
     places: list[str] = []
     if has_places(frame.schema, options):
-        kinds = zip(options.place_columns, ("string", "int", "bigint"), PLACES, strict=True)
+        kinds = zip(options.place_columns, _PLACE_KINDS, PLACES, strict=True)
         places = [f"CAST({_quoted(name)} AS {kind}) AS {place}" for name, kind, place in kinds]
     nested: dict[str, SparkColumn] = {}
     for name in [name for name, form in forms.items() if form == "json"]:
@@ -177,17 +180,16 @@ def check_places(schema: StructType, options: Options) -> dict[str, StructField]
             raise FrameError(f"column {claim!r} (claim=) is {found}: the key of an event is text or a whole number")
     if not has_places(schema, options):
         return fields
-    for option, kinds in (("topic_column", ("string",)), ("partition_column", _WHOLE), ("offset_column", _WHOLE)):
-        name = getattr(options, option)
+    for option, name, kind in zip(_PLACE_OPTIONS, options.place_columns, _PLACE_KINDS, strict=True):
         if name not in fields:
             raise FrameError(
                 f"the frame has no column {name!r} ({option}=): topic, partition and offset of Kafka's source "
                 "must reach the sink, under these names or others; for an aggregation, which has none, "
                 "say ledger='batch-id'"
             )
-        kind = fields[name].dataType.simpleString()
-        if kind not in kinds:
-            raise FrameError(f"column {name!r} ({option}=) is {kind}; Kafka's own is {kinds[-1]}")
+        found = fields[name].dataType.simpleString()
+        if found not in (_WHOLE if kind in _WHOLE else (kind,)):
+            raise FrameError(f"column {name!r} ({option}=) is {found}; Kafka's own is {kind}")
     return fields
 
 

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+GIVE = "give the sink what the query is given as option checkpointLocation"
 # What the log says of a source that has given nothing so far.
 _NOTHING_YET = "-"
 # A longer name of a file is cut, since storages know 255 bytes; a digest comes behind it, and a suffix at first.
@@ -80,10 +81,7 @@ class OffsetLog:
         """Return the id of the query that the checkpoint belongs to."""
         text = self._read("metadata")
         if text is None:
-            raise ConfigurationError(
-                f"checkpoint_location={self.location!r} is no checkpoint of a query; give the sink "
-                "what the query is given as option checkpointLocation"
-            )
+            raise ConfigurationError(f"checkpoint_location={self.location!r} is no checkpoint of a query; {GIVE}")
         return str(json.loads(text)["id"])
 
     def ranges(self, batch_id: int) -> list[Range]:
@@ -91,8 +89,8 @@ class OffsetLog:
         ends = self.ends(batch_id)
         if ends is None:
             raise ConfigurationError(
-                f"checkpoint_location={self.location!r} has no offsets of batch {batch_id}, which is being "
-                "written; give the sink what the query is given as option checkpointLocation"
+                f"checkpoint_location={self.location!r} has no offsets of batch {batch_id}, which is being written; "
+                f"{GIVE}"
             )
         starts: dict[Partition, int] = {}
         if batch_id > 0:

@@ -23,6 +23,8 @@ from exactly_once.ledger.start import StartOffsets
 from exactly_once.writer import TableWriter
 from exactly_once.writer.sink import Evolve
 
+from .ranges import Group
+
 if TYPE_CHECKING:
     from .report import BatchReport, SinkUnit
 
@@ -35,6 +37,8 @@ OnBadRow = Literal["fail", "dead-letter"]
 _OF_TABLE = ("mode", "key", "add", "claim", "create_table", "evolve")
 # What only ``foreachBatch`` can do.
 _ONLY_SINK = ("transaction", "in_transaction", "on_report", "small_batch", "tables", "dead_letter_limit")
+# librdkafka's names of what says which cluster it is.
+_BROKERS = {"bootstrap.servers", "metadata.broker.list"}
 # What Spark itself hands on to a data source.
 _OF_SPARK = ("path", "queryname")
 
@@ -79,6 +83,11 @@ class Options:
     """The data source: how long staged rows are kept that nobody has published."""
 
     @property
+    def group(self) -> Group:
+        """The group as errors name it."""
+        return Group(self.group_id, self.schema)
+
+    @property
     def patiently(self) -> tenacity.Retrying:
         """A retrier for whole transactions of a batch."""
         return waiting(self.patience_seconds, group_id=self.group_id)
@@ -121,7 +130,7 @@ class Options:
 
     def report(self, query_id: str, run_id: UUID | str, batch_id: int, fingerprint: str | None) -> dict[str, Any]:
         """Return what is written down of a batch, for `exactly-once status`, but for what it has written."""
-        named = {"group_id": self.group_id, "query_id": query_id, "run_id": str(run_id), "name": self.name}
+        named = {"query_id": query_id, "run_id": str(run_id), "name": self.name}
         return {**named, "batch_id": batch_id, "fingerprint": fingerprint}
 
     @property
@@ -169,6 +178,10 @@ def check_options(**given: Any) -> Options:
         raise ConfigurationError(
             f"topic_column=, partition_column= and offset_column= must differ, got {', '.join(options.place_columns)}"
         )
+    if not isinstance(options.bootstrap_servers, str | None):
+        raise ConfigurationError("bootstrap_servers= must be text: 'kafka-1:9092,kafka-2:9092'")
+    if options.kafka and not (options.bootstrap_servers or options.kafka.keys() & _BROKERS):
+        raise ConfigurationError("kafka= is about a cluster, and nothing says which one: add bootstrap_servers=")
     if options.small_batch < 0:
         raise ConfigurationError(f"small_batch={options.small_batch!r} must not be negative; 0 is for never")
     if not options.patience_seconds >= 0:

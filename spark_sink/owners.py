@@ -11,7 +11,7 @@ import contextlib
 import logging
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 from uuid import UUID
 
 import psycopg
@@ -19,7 +19,6 @@ import psycopg
 from exactly_once._log import about
 from exactly_once._model import QUERY, ROTATE_EVERY, Advance, Partition, Row
 from exactly_once.errors import ConfigurationError, Fenced, PartitionHalted
-from exactly_once.ledger.commands import command
 from exactly_once.ledger.conflict import Conflict, Grant, check
 from exactly_once.ledger.rows import LOCK_SECONDS, Ledger, row_missing
 from exactly_once.ledger.session import Connection, execute, last_row
@@ -29,7 +28,7 @@ from exactly_once.writer import Table
 
 from .errors import FrameError, LedgerBehindCheckpoint, QueryChanged
 from .options import LedgerKind, Options
-from .ranges import Range, behind, gone_back, resets
+from .ranges import Group, Range, behind, gone_back
 
 logger = logging.getLogger(__name__)
 
@@ -59,6 +58,7 @@ class Owners:
 
     def __init__(self, ledger: Ledger, *, starter: StartOffsets | None, counts: bool = False) -> None:
         self._ledger = ledger
+        self._group = group_of(ledger)
         self.starter = starter
         self._counts = counts
         # What a batch shows to the ledger when it moves a row. ``expected`` is where the driver found it when it took
@@ -78,19 +78,19 @@ class Owners:
         :raises LedgerBehindCheckpoint: when the ledger does not know what the checkpoint has read.
         """
         if new := {r.partition: r for r in ranges if r.partition not in self.held}:
-            group_id, schema = self._ledger.group_id, self._ledger.session.schema
+            group = self._group
             existing, ever_existed = self._ledger.known({p.topic for p in new})
             missing = {p: r for p, r in new.items() if p not in existing}
             for partition, given in missing.items():
                 if partition in ever_existed:
-                    raise row_missing(group_id, schema, partition)
+                    raise row_missing(group.group_id, group.schema, partition)
                 if batch_id > 0 and given.start is not None:
                     starts = {p: r.start for p, r in missing.items() if r.start is not None}
                     raise LedgerBehindCheckpoint(
-                        f"the ledger has no row of {partition} for group {group_id!r}, and the checkpoint is at batch "
+                        f"the ledger has no row of {partition} for {group}, and the checkpoint is at batch "
                         f"{batch_id}, offset {given.start}: the database was set back, this is another one, or the "
                         "query has not written through this sink before. Start with a new checkpoint, or say what was "
-                        f"written: {resets(starts, existing, group_id=group_id, schema=schema)}"
+                        f"written: {group.resets(starts, existing)}"
                     )
             if self.starter is not None:
                 self.starter.require(list(new))
@@ -115,7 +115,7 @@ class Owners:
                     )
                 raise
             partitions = [row.partition for row in rows]
-            extra = about("acquired", group=group_id, several=partitions)
+            extra = about("acquired", group=group.group_id, several=partitions)
             logger.info("acquired %s", ", ".join(map(str, partitions)), extra=extra)
         return self.find([r.partition for r in ranges])
 
@@ -129,9 +129,7 @@ class Owners:
         returned = {r.partition: r.end for r in ranges if r.start is None and r.partition in written}
         for partition, end in returned.items():
             if end < written[partition]:
-                ledger = self._ledger
-                known, schema = written[partition], ledger.session.schema
-                raise gone_back(partition, known, end, group_id=ledger.group_id, schema=schema)
+                raise gone_back(partition, written[partition], end, self._group)
         if returned and self.starter is not None:
             self.starter.require(list(returned))
             for row in self._ledger.read(sorted(returned)):
@@ -139,10 +137,10 @@ class Owners:
                     self.starter.identified(row)
         elif returned:
             logger.warning(
-                "Spark comes back to %s, which the batch before this one lacks, and brings what the ledger of group %r "
+                "Spark comes back to %s, which the batch before this one lacks, and brings what the ledger of %s "
                 "has as written: it is dropped. %s",
                 ", ".join(f"{partition} up to offset {end}" for partition, end in returned.items()),
-                self._ledger.group_id,
+                self._group,
                 IF_MADE_AGAIN,
                 extra=about("returned", group=self._ledger.group_id, several=list(returned)),
             )
@@ -162,21 +160,19 @@ class Owners:
 
         A row that is made begins at ``first``. Where the group has batch ids of other queries, their owners are fenced.
         """
-        row, ledger = query_row(query_id), self._ledger.inside(connection)
-        group_id, schema = ledger.group_id, ledger.session.schema
+        row, ledger, group = query_row(query_id), self._ledger.inside(connection), self._group
         with watcher.acquiring(pid, [row]):
-            execute(connection, schema, "register_lock", group_id=group_id)
-            found = execute(connection, schema, "spark_others", group_id=group_id, topic=row.topic)
-            others = [Partition(topic, 0) for (topic,) in found]
+            ask(connection, group, "register_lock")
+            others = [Partition(topic, 0) for (topic,) in ask(connection, group, "spark_others", topic=row.topic)]
             existing, ever_existed = ledger.known([row.topic])
             if ever_existed - existing:
-                raise row_missing(group_id, schema, row)
+                raise row_missing(group.group_id, group.schema, row)
             ledger.register({row: first}, cluster_id=None, topic_ids={})
             taken = {each.partition: each for each in ledger.acquire([row, *others])}
         for other in others:
             if self._counts and taken[other].next_offset:
                 raise QueryChanged(
-                    f"group {group_id!r} counts the batches of {other.topic}, this is {row.topic}: its "
+                    f"{group} counts the batches of {other.topic}, this is {row.topic}: its "
                     "checkpoint is another one, so the same batch id means other rows. Either start the query with the "
                     "checkpoint that belongs to the group, or start anew: empty the table and choose another group_id"
                 )
@@ -224,6 +220,16 @@ class Owners:
         self.held[row.partition] = grant_of(row.partition, row.owner_token, row.owner_epoch, row.topic_id)
 
 
+def ask(connection: Connection, group: Group, name: str, /, **parameters: Any) -> psycopg.Cursor[Any]:
+    """Execute one of the ledger's statements about a group."""
+    return execute(connection, group.schema, name, group_id=group.group_id, **parameters)
+
+
+def group_of(ledger: Ledger) -> Group:
+    """Return the group whose rows a ledger has."""
+    return Group(ledger.group_id, ledger.session.schema)
+
+
 def rotates_at(batch_id: int) -> bool:
     """Tell whether the driver rotates rows when it finishes a batch, which tasks never do."""
     return batch_id % ROTATE_EVERY == 0
@@ -236,7 +242,7 @@ def checked_rows(ledger: Ledger, held: Sequence[Advance]) -> dict[Partition, Row
     :raises LedgerBehindCheckpoint: when one is below where the driver had found it. Token and epoch survive a failover.
     :raises PartitionHalted: when an attempt has found that ``in_transaction`` commits by itself.
     """
-    schema = ledger.session.schema
+    group = group_of(ledger)
     rows = {row.partition: row for row in ledger.read(sorted(each.partition for each in held))}
     for each in held:
         row = rows.get(each.partition)
@@ -244,27 +250,27 @@ def checked_rows(ledger: Ledger, held: Sequence[Advance]) -> dict[Partition, Row
             _refuse_halted(ledger, row)
         verdict = check(row, Grant(each.token, each.epoch), each.expected, each.topic_id)
         if row is None:
-            raise row_missing(ledger.group_id, schema, each.partition)
+            raise row_missing(group.group_id, group.schema, each.partition)
         if verdict is Conflict.REWOUND:
-            raise behind(each.partition, row.next_offset, each.expected, group_id=ledger.group_id, schema=schema)
+            raise behind(each.partition, row.next_offset, each.expected, group)
         if verdict not in (Conflict.OK, Conflict.AHEAD):
             owner = f"{row.owner_kind} {row.owner_name or row.owner_instance}" if row.owner_token else "an operator"
             raise Fenced(
-                f"{each.partition} of group {ledger.group_id!r} was acquired with owner epoch {each.epoch}; "
+                f"{each.partition} of {group} was acquired with owner epoch {each.epoch}; "
                 f"{owner} has taken it since (owner epoch {row.owner_epoch}), so this run must not write any more"
             )
     return rows
 
 
 def _refuse_halted(ledger: Ledger, row: Row) -> None:
-    group_id, schema = ledger.group_id, ledger.session.schema
+    group = group_of(ledger)
     if row.halted is None or not row.partition.counts_batches:
-        refuse_halted(group_id, schema, row)
+        refuse_halted(group.group_id, group.schema, row)
         return
     batch_id = row.next_offset or 0
-    reset = command("reset", group_id, schema, "--to-batch")
+    reset = group.command("reset", "--to-batch")
     raise PartitionHalted(
-        f"group {group_id!r} is halted behind batch {batch_id - 1}: {row.halted}. Look whether the rows of batch "
+        f"{group} is halted behind batch {batch_id - 1}: {row.halted}. Look whether the rows of batch "
         f"{batch_id} are in the table. If they are there and right: {reset} {batch_id}; if they are not, or "
         f"once you have taken them out: {reset} {batch_id - 1}"
     )
@@ -298,16 +304,11 @@ def claim(
     :raises ConfigurationError: for another table, or another way of counting, than before.
     """
     wanted = ", ".join(sorted(f"{table.schema}.{table.name}" for table in tables))
-    parameters = {
-        "group_id": options.group_id,
-        "query_id": query_id,
-        "previous": options.previous_table,
-        "is_job": is_job,
-    }
-    ((written, *known),) = execute(connection, options.schema, "spark_claim", table=wanted, **parameters)
+    stated = {"table": wanted, "query_id": query_id, "previous": options.previous_table, "is_job": is_job}
+    ((written, *known),) = ask(connection, options.group, "spark_claim", **stated)
     if written != wanted:
         raise ConfigurationError(
-            f"group {options.group_id!r} has written into {written}, now the table is {wanted}: what the ledger has "
+            f"{options.group} has written into {written}, now the table is {wanted}: what the ledger has "
             "as written is not there and would never come. Choose another group_id, which reads the topic from "
             f"startingOffsets on; or, where {written} was renamed or goes on in {wanted}, say "
             f"previous_table={written!r}"
@@ -315,7 +316,7 @@ def claim(
     claimed = Claim(*known)
     if claimed.ledger not in (None, options.ledger) and not (is_job and options.mode == "replace"):
         raise ConfigurationError(
-            f"group {options.group_id!r} has written with ledger={claimed.ledger!r}, now it is {options.ledger!r}: one "
+            f"{options.group} has written with ledger={claimed.ledger!r}, now it is {options.ledger!r}: one "
             "does not tell the other what was written, so rows would be written again. Leave ledger= as it was; or "
             "empty the table and choose another group_id"
         )
@@ -326,7 +327,7 @@ def claim(
     )
     if stateful and claimed.has_others and not claimed.is_known_query and doubles:
         raise FrameError(
-            f"the query has a new checkpoint, and another query has written for group {options.group_id!r}: the state "
+            f"the query has a new checkpoint, and another query has written for {options.group}: the state "
             f"of {', '.join(stateful)} is gone, so rows that it would have dropped would be written again. Restore "
             "the checkpoint; or say mode='insert-ignore' or 'upsert' with a key, without add=; or empty the table and "
             "choose another group_id"

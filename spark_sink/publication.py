@@ -14,6 +14,7 @@ import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 from uuid import UUID, uuid4
 
@@ -35,7 +36,7 @@ from .errors import RowsOutOfOrder, StageLost
 from .frame import columns_of
 from .offset_log import NotKafka, OffsetLog, on_disk
 from .options import Options
-from .owners import Owners, claim, grant_of, query_row, rotates_at
+from .owners import Owners, ask, claim, grant_of, query_row, rotates_at
 from .ranges import NO_PLACE, PLACES, ObservedRange, Range, looked_through, one_batch, refuse_older, remaining, spans
 from .stream_query import refuse_kept_rows
 
@@ -86,17 +87,8 @@ def stage(options: Options, batch: RunBatch, batches: Iterable[pa.RecordBatch]) 
             out = pa.BufferOutputStream()
             with pa.ipc.new_stream(out, rows.schema, options=pa.ipc.IpcWriteOptions(compression="lz4")) as writer:
                 writer.write_table(rows)
-            execute(
-                session.connection,
-                options.schema,
-                "spark_put",
-                attempt=attempt,
-                number=number,
-                group_id=options.group_id,
-                run_id=batch.run_id,
-                batch_id=batch.batch_id,
-                chunk=bytes(out.getvalue()),
-            )
+            tag = {"attempt": attempt, "number": number, "run_id": batch.run_id, "batch_id": batch.batch_id}
+            ask(session.connection, options.group, "spark_put", **tag, chunk=bytes(out.getvalue()))
             found = spans(placed(options, rows)) if options.ledger == "offsets" else ()
             chunks.append(Chunk(attempt, number, rows.num_rows, tuple(found)))
     return Staged(batch, tuple(chunks))
@@ -145,17 +137,16 @@ def register(options: Options, batch: RunBatch) -> None:
         ):
             ledger, row = options.ledger_in(session, batch.query_id), query_row(batch.query_id)
             owners = Owners(ledger, starter=None, counts=options.ledger == "batch-id")
-            run: dict[str, Any] = {"group_id": options.group_id, "run_id": batch.run_id}
             try:
                 with session.ledger_transaction(lock_timeout_seconds=LOCK_SECONDS) as (connection, pid):
-                    if execute(connection, options.schema, "spark_register", **run).rowcount:
+                    tell = partial(ask, connection, options.group, run_id=batch.run_id)
+                    if tell("spark_register").rowcount:
                         # With offsets a query may have written elsewhere before: they tell what is missing.
                         first = 0 if options.ledger == "batch-id" else batch.batch_id
                         found = owners.take_query(connection, pid, batch.query_id, watcher, first=first)
-                        own = one_batch(row, batch.batch_id)
-                        remaining(own, {row: found}, group_id=options.group_id, schema=options.schema)
-                        execute(connection, options.schema, "spark_hold", **run, held=to_json(owners.held, {}))
-                        execute(connection, options.schema, "spark_forget", **run)
+                        remaining(one_batch(row, batch.batch_id), {row: found}, options.group)
+                        tell("spark_hold", held=to_json(owners.held, {}))
+                        tell("spark_forget")
             except psycopg.errors.UndefinedTable:
                 check(session.connection, options.schema)
                 raise
@@ -227,18 +218,16 @@ class StagedCommit:
         batch_id = found if is_job else batch.batch_id
         if published is not None and (is_job or batch_id < published):
             return {}  # done by a call whose answer was lost
-        of = {"group_id": options.group_id, "schema": options.schema}
-        todo = counted = remaining(one_batch(self._query, batch_id), {self._query: found}, **of)
+        todo = counted = remaining(one_batch(self._query, batch_id), {self._query: found}, options.group)
         if not is_job:
             self._log = on_disk(options.checkpoint_location, batch.query_id, warns=published is None)
         part, is_known = self._fit(schema, is_first=published is None, is_job=is_job)
         if is_known and options.job_id is not None and options.mode != "replace":
             self._run("spark_unstage", batch_id=batch.batch_id)
             logger.warning(
-                "job %r of group %r had been written before, so nothing of it is written now; another jobId, or none, "
-                "writes it",
+                "job %r of %s had been written before, so nothing of it is written; another jobId, or none, writes it",
                 options.job_id,
-                options.group_id,
+                options.group,
                 extra=about("job_skipped", group=options.group_id),
             )
             return {}
@@ -251,10 +240,10 @@ class StagedCommit:
             ranges = self._ranges(chunks)
             owners.check_returned(ranges, self._ended)
             next_offsets = owners.take(ranges, batch_id=batch.batch_id)
-            todo = remaining(ranges, next_offsets, **of)
+            todo = remaining(ranges, next_offsets, options.group)
         elif not counted:
             told = self._run("spark_fingerprint", query_id=self._name, batch_id=found - 1)
-            refuse_older(found, batch_id, told, fingerprint, group_id=options.group_id)
+            refuse_older(found, batch_id, told, fingerprint, options.group)
         attempt.work = replace(
             attempt.work,
             grants=tuple(owners.held.values()),
@@ -269,7 +258,7 @@ class StagedCommit:
         self._run("spark_unstage", batch_id=batch.batch_id)
         done = {"row_count": attempt.result.rows, "dropped": attempt.result.dropped}
         report = options.report(self._name, batch.run_id, batch_id, fingerprint if is_job or not ranges else None)
-        execute(attempt.unit.connection, options.schema, "spark_report", **report, **done)
+        ask(attempt.unit.connection, options.group, "spark_report", **report, **done)
         if ranges and not todo:  # such a batch is not read, and its report counts none; the log tells of it
             attempt.result.dropped = sum(chunk.row_count for chunk in chunks)
         moves = {r.partition: (r.first, r.end) for r in todo if r.partition != self._query}
@@ -279,7 +268,7 @@ class StagedCommit:
         """Compare the frame with its table; tell as well whether this query, or job, has written before."""
         connection, options, (writer,) = self._attempt.unit.connection, self._options, self._attempt.writers
         defined = define(connection, options, schema) if options.create_table or options.evolve else []
-        table = writer.table(connection)
+        table = self._attempt.locked(writer)
         table.refuse_unlogged()
         stateful = [] if self._log is None else self._log.stateful()
         refuse_kept_rows(stateful, options)
@@ -331,7 +320,7 @@ class StagedCommit:
         self._owners.held, self._ended = from_json(held)
         if self._query not in self._owners.held:
             raise Fenced(
-                f"the database of group {self._options.group_id!r} does not know this run any more: it was set back, "
+                f"the database of {self._options.group} does not know this run any more: it was set back, "
                 "or a thousand runs came since. Start the query again"
             )
         next_batch = self._owners.find([self._query])[self._query]
@@ -342,8 +331,8 @@ class StagedCommit:
         return next_batch, published
 
     def _run(self, name: str, /, **parameters: Any) -> psycopg.Cursor[Any]:
-        own = {"group_id": self._options.group_id, "run_id": self._batch.run_id}
-        return execute(self._attempt.unit.connection, self._options.schema, name, **own, **parameters)
+        connection, group = self._attempt.unit.connection, self._options.group
+        return ask(connection, group, name, run_id=self._batch.run_id, **parameters)
 
 
 def to_json(held: Mapping[Partition, Advance], ended: Mapping[Partition, int]) -> str:

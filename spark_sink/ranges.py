@@ -32,6 +32,36 @@ _KEY = f"{RESERVED}key"
 ObservedRange = tuple[Partition, int | None, int | None]
 
 
+@dataclass(frozen=True, slots=True)
+class Group:
+    """A group of one ledger, as errors name it, with the commands that mend them."""
+
+    group_id: str
+    schema: str
+
+    def __str__(self) -> str:
+        return f"group {self.group_id!r}"
+
+    def command(self, action: str, *more: object) -> str:
+        """Return a command about this group."""
+        return command(action, self.group_id, self.schema, *more)
+
+    def anew(self) -> str:
+        """Tell how a query reads again what the ledger lacks."""
+        return (
+            "start the query with a new checkpoint and the startingOffsets that "
+            f"`{self.command('hand-over', '--to', 'spark')}` prints"
+        )
+
+    def resets(self, offsets: Mapping[Partition, int], existing: Set[Partition]) -> str:
+        """Return the commands that move rows; ``existing`` are those that there are of their topics."""
+        # Where a topic has no row at all, reset makes those of all its partitions together.
+        absent = sorted({p.topic for p in offsets} - {p.topic for p in existing})
+        ways: list[tuple[object, ...]] = [("--topic", topic, "--to-earliest") for topic in absent]
+        ways += [("--topic", p.topic, "--partition", p.number, "--to-offset", o) for p, o in sorted(offsets.items())]
+        return "; ".join(self.command("reset", *way) for way in ways)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Range:
     """The offsets of one partition that a batch covers; a start of None is not known."""
@@ -58,76 +88,63 @@ def one_batch(row: Partition, batch_id: int) -> list[Range]:
     return [Range(partition=row, start=batch_id, end=batch_id + 1)]
 
 
-def remaining(
-    ranges: Iterable[Range], next_offsets: Mapping[Partition, int], *, group_id: str, schema: str
-) -> list[Range]:
+def remaining(ranges: Iterable[Range], next_offsets: Mapping[Partition, int], group: Group) -> list[Range]:
     """Return what is still to be written, from where the ledger stands; what it has up to the end is left out."""
     todo = []
+    lost: dict[Partition, int] = {}
     for given in sorted(ranges, key=lambda r: r.partition):
         next_offset = next_offsets[given.partition]
         if given.end < given.first:
-            raise gone_back(given.partition, given.first, given.end, group_id=group_id, schema=schema)
+            raise gone_back(given.partition, given.first, given.end, group)
         if given.start is not None and next_offset < given.start:
-            raise behind(given.partition, next_offset, given.start, group_id=group_id, schema=schema, at_start=True)
-        if next_offset < given.end:
+            lost[given.partition] = given.start
+        elif next_offset < given.end:
             todo.append(replace(given, start=next_offset))
+    for partition, start in lost.items():  # the first, with the commands for all
+        raise behind(partition, next_offsets[partition], start, group, lost=lost)
     return todo
 
 
-def gone_back(partition: Partition, known: int, end: int, *, group_id: str, schema: str) -> TopicRecreated:
+def gone_back(partition: Partition, known: int, end: int, group: Group) -> TopicRecreated:
     """Describe a partition whose log ends below what was read of it."""
     return TopicRecreated(
-        f"{partition} of group {group_id!r}: Spark's offsets go back from {known} to {end}, so the topic was deleted "
-        "and made again. To read the new one start with a new checkpoint, after: "
-        + command("adopt", group_id, schema, "--topic", partition.topic)
+        f"{partition} of {group}: Spark's offsets go back from {known} to {end}, so the topic was deleted and made "
+        "again. To read the new one start with a new checkpoint, after: "
+        f"{group.command('adopt', '--topic', partition.topic)}"
     )
 
 
 def behind(
-    partition: Partition,
-    next_offset: int | None,
-    known: int,
-    *,
-    group_id: str,
-    schema: str,
-    at_start: bool = False,
+    partition: Partition, next_offset: int | None, known: int, group: Group, *, lost: Mapping[Partition, int] = {}
 ) -> LedgerBehindCheckpoint:
-    """Describe a row that is below where it is known to have stood; ``at_start`` of a batch with the ways out."""
+    """Describe a row that is below where it is known to have stood.
+
+    At the start of a batch ``lost`` has where each such row stood, for the ways out.
+    """
     way = (
         "Start the query again: what this batch has written and was lost is written again, and what was lost of "
         "batches before it is refused then, with the ways out"
     )
     if partition.counts_batches:
-        if at_start:
+        if lost:
             way = (
                 "Where nothing of the batches between is missing in the table: "
-                + command("reset", group_id, schema, "--to-batch", known - 1)
-                + ". Else start with a new checkpoint: with startingOffsets from the ledger; or, where it counts only "
-                "batches, with another group_id and an empty table"
+                f"{group.command('reset', '--to-batch', known - 1)}. Else start with a new checkpoint: with "
+                "startingOffsets from the ledger; or, where it counts only batches, with another group_id and an "
+                "empty table"
             )
         return LedgerBehindCheckpoint(
-            f"group {group_id!r}: the ledger has counted batch {(next_offset or 0) - 1}, Spark goes on with batch "
-            f"{known}: the database was set back, or the query has not written through this sink before. {way}"
+            f"{group}: the ledger has counted batch {(next_offset or 0) - 1}, Spark goes on with batch {known}: the "
+            f"database was set back, or the query has not written through this sink before. {way}"
         )
-    if at_start:
-        way = (
-            "To read them again start the query with a new checkpoint and startingOffsets from the ledger; to leave "
-            f"them out: {resets({partition: known}, {partition}, group_id=group_id, schema=schema)}"
-        )
+    if lost:
+        way = f"To read them again {group.anew()}; to leave them out: {group.resets(lost, lost.keys())}"
+        more = f", and more in {', '.join(map(str, sorted(lost.keys() - {partition})))}"
     return LedgerBehindCheckpoint(
-        f"{partition} of group {group_id!r}: the ledger stands at offset {next_offset}, the query goes on at {known}, "
-        f"so {known - (next_offset or 0)} offsets would be lost. The database was set back (a failover that lost "
-        f"commits, a restore) or the ledger was reset. {way}"
+        f"{partition} of {group}: the ledger stands at offset {next_offset}, the query goes on at {known}, so "
+        f"{known - (next_offset or 0)} offsets would be lost{more if len(lost) > 1 else ''}. The database was set back "
+        f"(a failover that lost commits, a restore) or the ledger was reset. {way}"
     )
-
-
-def resets(offsets: Mapping[Partition, int], existing: Set[Partition], *, group_id: str, schema: str) -> str:
-    """Return the commands that move the rows of partitions; ``existing`` has those that are there of their topics."""
-    # Where a topic has no row at all, reset makes those of all its partitions together.
-    absent = sorted({p.topic for p in offsets} - {p.topic for p in existing})
-    ways: list[tuple[object, ...]] = [("--topic", topic, "--to-earliest") for topic in absent]
-    ways += [("--topic", p.topic, "--partition", p.number, "--to-offset", o) for p, o in sorted(offsets.items())]
-    return "; ".join(command("reset", group_id, schema, *way) for way in ways)
 
 
 def not_written(
@@ -137,19 +154,17 @@ def not_written(
     next_offsets: Mapping[Partition, int],
     existing: Set[Partition],
     *,
-    group_id: str,
-    schema: str,
+    group: Group,
 ) -> LedgerBehindCheckpoint:
     """Describe a batch that failed, behind which Spark goes on all the same."""
     left_out = {r.partition: r.start for r in ranges if r.start is not None}
     short = {p: start for p, start in left_out.items() if next_offsets.get(p, -1) < start}
-    ways = "start the query with a new checkpoint and startingOffsets from the ledger"
-    commands = resets(short, existing, group_id=group_id, schema=schema)
+    ways, commands = group.anew(), group.resets(short, existing)
     if any(partition.counts_batches for partition in short):
         ways = "empty the table and start the query with a new checkpoint and another group_id"
-        commands = command("reset", group_id, schema, "--to-batch", batch_id - 1)
+        commands = group.command("reset", "--to-batch", batch_id - 1)
     return LedgerBehindCheckpoint(
-        f"group {group_id!r}: batch {failure.batch_id} failed and was not written since, and Spark goes on with batch "
+        f"{group}: batch {failure.batch_id} failed and was not written since, and Spark goes on with batch "
         f"{batch_id}: the function that foreachBatch was given has caught the error, or it has not called the sink "
         f"when the batch came again. The error was {failure.error}. To write what is missing {ways}; to leave it out: "
         f"{commands}"
@@ -157,12 +172,12 @@ def not_written(
 
 
 def refuse_older(
-    next_batch: int, batch_id: int, counted: Iterable[tuple[str | None]], now: str | None, *, group_id: str
+    next_batch: int, batch_id: int, counted: Iterable[tuple[str | None]], now: str | None, group: Group
 ) -> None:
     """See that a batch below the next one is a replay of the last, by digests of what was counted and is now."""
     if batch_id < next_batch - 1 or (now is not None and any(before not in (None, now) for (before,) in counted)):
         raise QueryChanged(
-            f"group {group_id!r}: the ledger has counted batch {next_batch - 1}, Spark comes with another batch "
+            f"{group}: the ledger has counted batch {next_batch - 1}, Spark comes with another batch "
             f"{batch_id}: the checkpoint is an older copy. Restore the newest one; or empty the table and start with a "
             "new checkpoint and another group_id"
         )

@@ -20,7 +20,6 @@ from exactly_once.errors import ConfigurationError
 from exactly_once.ledger.migrate import check
 from exactly_once.ledger.retry import is_unavailable
 from exactly_once.ledger.rows import LOCK_SECONDS
-from exactly_once.ledger.session import execute
 from exactly_once.writer import Table, TableWriter
 from exactly_once.writer.table import read_shape
 
@@ -39,10 +38,10 @@ from .attempt import (
 from .define import define, log, new_columns
 from .errors import FrameError, LedgerBehindCheckpoint, RowsOutOfOrder
 from .frame import combine, fit, has_places, match
-from .offset_log import Failure, OffsetLog, reader
+from .offset_log import GIVE, Failure, OffsetLog, reader
 from .options import Options
-from .owners import IF_MADE_AGAIN, Claim, Owners, claim, query_row
-from .ranges import OFFSET, Range, not_written, one_batch, over_skipped, refuse_older, remaining
+from .owners import IF_MADE_AGAIN, Claim, Owners, ask, claim, query_row
+from .ranges import KEPT, OFFSET, Range, not_written, one_batch, over_skipped, refuse_older, remaining
 from .report import BatchReport
 from .stream_query import StreamQuery, refuse_kept_rows
 
@@ -82,7 +81,7 @@ class Run:
         if query is not None and self.query_id != query.query_id:
             raise ConfigurationError(
                 f"checkpoint_location={location!r} belongs to query {self.query_id}, this is query {query.query_id}; "
-                "leave it out, or give the sink what the query is given as option checkpointLocation"
+                f"leave it out, or {GIVE}"
             )
         # Calls what opens a transaction of its own, and waits for a database that is away.
         self._patiently = options.patiently
@@ -227,7 +226,7 @@ class Run:
 
         :raises LedgerBehindCheckpoint: where an earlier batch is missing.
         """
-        group_id, schema, row = self._options.group_id, self._options.schema, query_row(self.query_id)
+        group, group_id, row = self._options.group, self._options.group_id, query_row(self.query_id)
         mark, known = self._log.mark(group_id), self._known
         ranges = one_batch(row, batch_id) if self._counts else self._log.ranges(batch_id)
         written = mark.offsets
@@ -240,7 +239,7 @@ class Run:
             if failure.is_counted:  # the ledger does not show it, and there is nothing to come again: said once
                 self._log.settle_failure(group_id, replace_by=failure._replace(is_counted=False))
                 raise ConfigurationError(
-                    f"group {group_id!r}: batch {failure.batch_id} was written but for a call that was refused, whose "
+                    f"{group}: batch {failure.batch_id} was written but for a call that was refused, whose "
                     "error the function that foreachBatch was given has caught. The rows of that call are not in the "
                     f"table, and do not come again. The error was {failure.error}. Start the query again to go on "
                     "without them; to write them read the offsets of that batch by a query with another group_id"
@@ -261,9 +260,9 @@ class Run:
                 self._patiently(self._owners.take, new, batch_id=0)
                 if batch_id > 0 and any(r.start for r in new) and not (known.is_known_query or known.has_others):
                     logger.warning(
-                        "group %r begins at batch %s of its query, %s: what earlier batches held was written "
+                        "%s begins at batch %s of its query, %s: what earlier batches held was written "
                         "elsewhere, or by nobody, and not by this sink",
-                        group_id,
+                        group,
                         batch_id,
                         ", ".join(f"{r.partition} offset {r.start}" for r in new),
                         extra=about("adopted", group=group_id, several=[r.partition for r in new]),
@@ -272,21 +271,31 @@ class Run:
         try:
             next_offsets = self._patiently(self._owners.take, ranges, batch_id=batch_id)
             ranges = over_skipped(ranges, next_offsets, written)
-            todo = remaining(ranges, next_offsets, group_id=group_id, schema=schema)
+            todo = remaining(ranges, next_offsets, group)
         except LedgerBehindCheckpoint:
             was_set_back = any(next_offsets.get(r.partition, 0) < mark.offsets.get(r.partition, 0) for r in ranges)
             if failure is None or was_set_back:
                 raise
             existing = self._patiently(self._owners.existing, {r.partition.topic for r in ranges})
-            raise not_written(
-                failure, batch_id, ranges, next_offsets, existing, group_id=group_id, schema=schema
-            ) from None
+            raise not_written(failure, batch_id, ranges, next_offsets, existing, group=group) from None
         if failure is not None:
             self._log.settle_failure(group_id)
         return ranges, todo, next_offsets
 
     def _write(self, frame: DataFrame, parts: tuple[Part, ...], batch_id: int) -> Result | None:
         ranges, todo, next_offsets = self._take(batch_id)
+        known, starter = self._known, self._owners.starter
+        below = {} if self._counts else {r: min(r.end, next_offsets[r.partition]) for r in ranges}
+        below = {r: end for r, end in below.items() if r.first < end}
+        if below and known.has_others and not known.is_known_query and starter is None:
+            logger.warning(
+                "a query with a new checkpoint brings %s, which the ledger of %s has as written: they are dropped. %s",
+                ", ".join(f"offsets {r.first} to {end} of {r.partition}" for r, end in below.items()),
+                self._options.group,
+                IF_MADE_AGAIN,
+                extra=about("new_checkpoint", group=self._options.group_id, several=[r.partition for r in below]),
+            )
+            self._known = known._replace(is_known_query=True)  # said once
         if not todo:
             return self._leave_out(frame, ranges, batch_id, next_offsets.get(query_row(self.query_id), 0))
         work = Work(
@@ -303,10 +312,9 @@ class Run:
         if whole and not self._counts and offsets < sum(r.end - r.first for r in ranges):
             # A frame without offsets cannot be without the part that the ledger has.
             raise FrameError(
-                f"the ledger of group {self._options.group_id!r} has a part of this batch, and the rows of "
-                f"{', '.join(whole)} do not say which message they come from, so that this part would be written "
-                "again. Start the query with a new checkpoint and the startingOffsets that "
-                "`exactly-once hand-over --to spark` prints, or restore the old checkpoint"
+                f"the ledger of {self._options.group} has a part of this batch, and the rows of {', '.join(whole)} do "
+                "not say which message they come from, so that this part would be written again. Restore the old "
+                f"checkpoint, or {self._options.group.anew()}"
             )
         # By the driver where rows are few, and by the batch before not large.
         is_small = offsets <= self._options.small_batch and offsets * self._bytes_an_offset <= SMALL_BYTES
@@ -346,37 +354,21 @@ class Run:
         """Write nothing of a batch; where there is a state run through it all the same, which brings that forward."""
         if self._counts:
             counted = self._patiently(self._ask, "spark_fingerprint", query_id=self.query_id, batch_id=next_batch - 1)
-            refuse_older(
-                next_batch, batch_id, counted, self._log.fingerprint(batch_id), group_id=self._options.group_id
-            )
+            refuse_older(next_batch, batch_id, counted, self._log.fingerprint(batch_id), self._options.group)
             _run_through(frame)
             return None
         if any(r.first < r.end for r in ranges):
-            known, group_id = self._known, self._options.group_id
-            if known.has_others and not known.is_known_query and self._owners.starter is None:
-                logger.warning(
-                    "a query with a new checkpoint brings %s, which the ledger of group %r has as written: they are "
-                    "dropped. %s",
-                    ", ".join(f"offsets {r.first} to {r.end} of {r.partition}" for r in ranges if r.first < r.end),
-                    group_id,
-                    IF_MADE_AGAIN,
-                    extra=about("new_checkpoint", group=group_id, several=[r.partition for r in ranges]),
-                )
-                self._known = known._replace(is_known_query=True)  # said once
             if self._log.stateful():
                 _run_through(frame)
             return None
         if _run_through(frame):
-            raise RowsOutOfOrder(
-                "the batch has rows and covers no offsets: something has kept them since an earlier batch (a join of "
-                "streams, a window, a state). Say ledger='batch-id'"
-            )
+            raise RowsOutOfOrder(f"the batch has rows and covers no offsets: {KEPT}")
         return Result()
 
     def _ask(self, name: str, /, **parameters: Any) -> psycopg.Cursor[Any]:
         """Execute one statement in a short transaction."""
         with self._short(is_durable=False) as (connection, _):
-            return execute(connection, self._options.schema, name, **{"group_id": self._options.group_id, **parameters})
+            return ask(connection, self._options.group, name, **parameters)
 
     def _report(self, batch_id: int) -> dict[str, Any]:
         fingerprint = self._log.fingerprint(batch_id) if self._counts else None

@@ -118,6 +118,8 @@ def connector(conninfo: str) -> Callable[[], Connection]:
 
     :raises ConfigurationError: when libpq cannot read ``conninfo``; its text is not repeated.
     """
+    if not isinstance(conninfo, str):  # as from a variable of the environment that is not set
+        raise ConfigurationError(f"conninfo= must be a connection string, not {type(conninfo).__name__}")
     try:
         given = conninfo_to_dict(conninfo)
     except psycopg.Error:

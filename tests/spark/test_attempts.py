@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -19,8 +20,9 @@ from exactly_once.ledger.commands import DEFAULT_SCHEMA
 from exactly_once.writer import TableError
 from spark_sink import IncompleteInput, LedgerBehindCheckpoint, QueryChanged, RowsOutOfOrder, SinkUnit
 from spark_sink.owners import query_row
-from spark_sink.ranges import Range, refuse_older, remaining
+from spark_sink.ranges import Group, Range, refuse_older, remaining
 from tests.spark.attempts import CountingPlace, Place, interrupted, run
+from tests.support.waiting import until
 
 both = pytest.mark.parametrize("transaction", ["batch", "partition"])
 
@@ -304,7 +306,7 @@ def test_the_driver_moves_to_the_end_what_had_no_rows_there(place: Place) -> Non
     ranges = place.ranges(5, 7)
     work = place.work(owners, ranges)
     run("partition", work, [place.rows([0, 2])])
-    todo = remaining(ranges, dict.fromkeys(work.ranges, 0), group_id=place.name, schema=DEFAULT_SCHEMA)
+    todo = remaining(ranges, dict.fromkeys(work.ranges, 0), Group(place.name, DEFAULT_SCHEMA))
     owners.finish(todo, {Partition(place.name, 0): 3})
     assert place.ledger() == [5, 7]
 
@@ -405,6 +407,23 @@ def test_also_that_commits_halts_the_batches_as_well(place: Place) -> None:
     assert place.written() == every(3)
 
 
+def test_a_table_that_somebody_has_locked_is_waited_for_and_that_is_logged(
+    place: Place, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The lock has no time-out, so nothing else would tell why a batch stands still."""
+    work = place.work(place.owners(), place.ranges(3))
+    with psycopg.connect(place.conninfo) as other, ThreadPoolExecutor() as pool:
+        other.execute(f"LOCK TABLE {place.name} IN SHARE MODE")
+        writing = pool.submit(run, "batch", work, whole(place, "batch", range(3)))
+        told = f"waiting for the lock of table {place.name} for 1 s"
+        try:
+            until(lambda: told in caplog.text, 10, "the record")
+        finally:
+            other.rollback()
+        assert writing.result()["rows"] == 3
+    assert place.written() == every(3)
+
+
 @pytest.mark.parametrize(
     ("next_batch", "batch_id", "fingerprint", "answer"),
     [
@@ -427,11 +446,10 @@ def test_a_batch_is_new_or_a_replay_of_the_last_or_refused(
         if remaining(
             [Range(partition=row, start=batch_id, end=batch_id + 1)],
             {row: next_batch},
-            group_id="g",
-            schema=DEFAULT_SCHEMA,
+            Group("g", DEFAULT_SCHEMA),
         ):
             return "new"
-        refuse_older(next_batch, batch_id, [("a",)], fingerprint, group_id="g")
+        refuse_older(next_batch, batch_id, [("a",)], fingerprint, Group("g", DEFAULT_SCHEMA))
         return "replay"
 
     if isinstance(answer, str):

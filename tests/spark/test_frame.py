@@ -147,7 +147,8 @@ def test_a_column_that_fits_is_taken(case: Case, table: str, frame: str) -> None
     [
         ({"offset_column": "kafka_offset"}, r"no column 'kafka_offset' \(offset_column=\).*batch-id"),
         ({"topic_column": "id"}, r"'id' \(topic_column=\) is int"),
-        ({"offset_column": "name"}, r"'name' \(offset_column=\) is string"),
+        ({"offset_column": "name"}, r"'name' \(offset_column=\) is string; Kafka's own is bigint"),
+        ({"partition_column": "name"}, r"'name' \(partition_column=\) is string; Kafka's own is int$"),
     ],
 )
 def test_a_frame_without_kafkas_columns_is_refused(case: Case, options: dict[str, Any], said: str) -> None:

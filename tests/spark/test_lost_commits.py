@@ -17,7 +17,7 @@ from exactly_once._model import Partition
 from exactly_once.ledger.commands import DEFAULT_SCHEMA
 from spark_sink import LedgerBehindCheckpoint
 from spark_sink.attempt import Work
-from spark_sink.ranges import remaining
+from spark_sink.ranges import Group, remaining
 from tests.spark.attempts import CountingPlace, Place, run
 from tests.spark.staged import Run, Target
 from tests.support.standby import primary_and_standby
@@ -71,7 +71,7 @@ class Driver:
         """Do what follows behind the tasks."""
         found = {p: held.expected for p, held in self.owners.held.items()}
         reached = {Partition(topic, number): offset for topic, number, offset in self.result["reached"]}
-        self.owners.finish(remaining(self.ranges, found, group_id=self.place.name, schema=DEFAULT_SCHEMA), reached)
+        self.owners.finish(remaining(self.ranges, found, Group(self.place.name, DEFAULT_SCHEMA)), reached)
 
     def write(self, offsets: range) -> None:
         """Do all of it."""

@@ -23,7 +23,7 @@ from exactly_once.ledger.commands import DEFAULT_SCHEMA
 from exactly_once.ledger.start import StartOffsets
 from spark_sink import LedgerBehindCheckpoint
 from spark_sink.owners import Owners
-from spark_sink.ranges import Range, remaining
+from spark_sink.ranges import Group, Range, remaining
 from tests.conftest import MakeConsumer
 from tests.spark.attempts import Place
 from tests.support.topics import create_topic, produce
@@ -71,8 +71,7 @@ def test_spark_fences_spark_and_the_earlier_run_never_comes_back(place: Place) -
     todo = remaining(
         ranges,
         {Partition(place.name, 0): next_offsets(first, ranges)[0] or 0},
-        group_id=place.name,
-        schema=DEFAULT_SCHEMA,
+        Group(place.name, DEFAULT_SCHEMA),
     )
     second.take(ranges, batch_id=0)
     with pytest.raises(Fenced, match="second"):
@@ -123,7 +122,7 @@ def test_a_database_that_went_back_while_tasks_wrote_is_told(place: Place, db: p
     owners.take(ranges, batch_id=0)
     db.execute("UPDATE exactly_once.ledger SET next_offset = 1 WHERE group_id = %s", (place.name,))
     with pytest.raises(LedgerBehindCheckpoint, match=r"at offset 1.* on at 2, so 1 offsets"):
-        owners.finish(remaining(ranges, {Partition(place.name, 0): 2}, group_id=place.name, schema=DEFAULT_SCHEMA), {})
+        owners.finish(remaining(ranges, {Partition(place.name, 0): 2}, Group(place.name, DEFAULT_SCHEMA)), {})
 
 
 def test_released_rows_are_free_for_everybody(place: Place, make_consumer: MakeConsumer, topic: str) -> None:
@@ -131,7 +130,7 @@ def test_released_rows_are_free_for_everybody(place: Place, make_consumer: MakeC
     spark = place.owners()
     spark.take(place.ranges(3, 2), batch_id=0)
     spark.finish(
-        remaining(place.ranges(3, 2), dict.fromkeys(spark.held, 0), group_id=place.name, schema=DEFAULT_SCHEMA),
+        remaining(place.ranges(3, 2), dict.fromkeys(spark.held, 0), Group(place.name, DEFAULT_SCHEMA)),
         {},
     )
     spark.release(spark._ledger)

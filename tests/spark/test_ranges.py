@@ -17,7 +17,7 @@ from exactly_once.ledger.commands import DEFAULT_SCHEMA
 from spark_sink import LedgerBehindCheckpoint, RowsOutOfOrder
 from spark_sink.offset_log import Failure, Mark, OffsetLog, _Disk, parse_initial, parse_offsets
 from spark_sink.owners import query_row
-from spark_sink.ranges import Range, looked_through, not_written, one_batch, over_skipped, remaining
+from spark_sink.ranges import Group, Range, looked_through, not_written, one_batch, over_skipped, remaining
 
 P = Partition("orders", 0)
 small = st.integers(0, 30)
@@ -41,9 +41,9 @@ def test_each_offset_of_a_batch_is_written_iff_the_ledger_lacks_it(
     lacking = [r for r in ranges if r.start is not None and ledger[r.partition] < r.start]
     if lacking:
         with pytest.raises(LedgerBehindCheckpoint):
-            remaining(ranges, ledger, group_id="g", schema=DEFAULT_SCHEMA)
+            remaining(ranges, ledger, Group("g", DEFAULT_SCHEMA))
         return
-    todo = {share.partition: share for share in remaining(ranges, ledger, group_id="g", schema=DEFAULT_SCHEMA)}
+    todo = {share.partition: share for share in remaining(ranges, ledger, Group("g", DEFAULT_SCHEMA))}
     for given_range in ranges:
         share = todo.get(given_range.partition)
         written = set(range(share.first, share.end)) if share else set()
@@ -55,31 +55,42 @@ def test_a_ledger_behind_the_checkpoint_is_told_with_what_mends_it() -> None:
     """The command is one for a shell, whatever the group is called."""
     command = r"20 offsets.*reset --group-id 'the group' --topic orders --partition 0 --to-offset 30"
     with pytest.raises(LedgerBehindCheckpoint, match=command):
-        remaining([Range(partition=P, start=30, end=40)], {P: 10}, group_id="the group", schema=DEFAULT_SCHEMA)
+        remaining([Range(partition=P, start=30, end=40)], {P: 10}, Group("the group", DEFAULT_SCHEMA))
     with pytest.raises(LedgerBehindCheckpoint, match="reset --group-id 'the group' --to-batch 3"):
-        remaining(one_batch(query_row("q"), 4), {query_row("q"): 2}, group_id="the group", schema=DEFAULT_SCHEMA)
+        remaining(one_batch(query_row("q"), 4), {query_row("q"): 2}, Group("the group", DEFAULT_SCHEMA))
+
+
+def test_all_partitions_that_are_behind_are_told_at_once() -> None:
+    """Else an operator runs one command, starts the query, and gets the next one."""
+    lost = {Partition("orders", n): 30 + n for n in range(3)}
+    ranges = [Range(partition=p, start=start, end=40) for p, start in lost.items()]
+    with pytest.raises(LedgerBehindCheckpoint, match=r"and more in orders\[1\], orders\[2\]") as caught:
+        remaining(ranges, dict.fromkeys(lost, 10), Group("g", DEFAULT_SCHEMA))
+    for number in range(3):
+        assert f"reset --group-id g --topic orders --partition {number} --to-offset {30 + number}" in str(caught.value)
+    assert "that `exactly-once hand-over --group-id g --to spark` prints" in str(caught.value)
 
 
 def test_what_mends_a_ledger_of_another_schema_names_it() -> None:
     """Else the command changes the ledger of the default schema, in which the group may be there as well."""
-    of: Any = {"group_id": "g", "schema": "Second"}
+    of = Group("g", "Second")
     query, words = query_row("q"), "--group-id g --schema Second"
     with pytest.raises(LedgerBehindCheckpoint, match=f"reset {words} --topic orders"):
-        remaining([Range(partition=P, start=30, end=40)], {P: 10}, **of)
+        remaining([Range(partition=P, start=30, end=40)], {P: 10}, of)
     with pytest.raises(LedgerBehindCheckpoint, match=f"reset {words} --to-batch 3"):
-        remaining(one_batch(query, 4), {query: 2}, **of)
+        remaining(one_batch(query, 4), {query: 2}, of)
     with pytest.raises(TopicRecreated, match=f"adopt {words}"):
-        remaining([Range(partition=P, start=30, end=10)], {P: 30}, **of)
+        remaining([Range(partition=P, start=30, end=10)], {P: 30}, of)
     for partition, way in ((P, "--topic orders"), (query, "--to-batch 6")):
         failure = Failure(batch_id=6, ends={partition: 30}, error="it", is_counted=False)
-        error = not_written(failure, 7, [Range(partition=partition, start=30, end=40)], {partition: 10}, {P}, **of)
+        error = not_written(failure, 7, [Range(partition=partition, start=30, end=40)], {partition: 10}, {P}, group=of)
         assert f"reset {words} {way}" in str(error)
 
 
 def test_offsets_that_go_back_are_another_topic() -> None:
     """With failOnDataLoss=false Spark goes on; the ledger would take all of it for written."""
     with pytest.raises(TopicRecreated):
-        remaining([Range(partition=P, start=30, end=10)], {P: 30}, group_id="g", schema=DEFAULT_SCHEMA)
+        remaining([Range(partition=P, start=30, end=10)], {P: 30}, Group("g", DEFAULT_SCHEMA))
 
 
 def test_rows_themselves_tell_ends_but_no_starts() -> None:

@@ -33,7 +33,8 @@ def test_names_are_those_of_the_sink_whatever_their_case_and_underscores() -> No
 
 
 def test_settings_of_kafka_and_a_password_of_its_own_are_taken() -> None:
-    given = {"kafka.security.protocol": "SSL", "password": "se cret", "conninfo": "postgresql://u@h/d"}
+    servers = {"bootstrapServers": "h:1", "kafka.security.protocol": "SSL"}
+    given = servers | {"password": "se cret", "conninfo": "postgresql://u@h/d"}
     options = check_source_options(NEEDED | given)
     assert options.kafka == {"security.protocol": "SSL"}
     assert conninfo_to_dict(options.conninfo) == {"user": "u", "host": "h", "dbname": "d", "password": "se cret"}

@@ -78,6 +78,21 @@ def test_a_new_checkpoint_that_brings_what_is_written_is_told_once(
     assert "offsets 0 to 5" in told.getMessage()
 
 
+def test_a_new_checkpoint_that_brings_it_with_new_rows_is_told_as_well(
+    scene: Scene, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Of a topic that was made again, and is longer by now, the beginning is dropped, and all comes in one batch."""
+    scene.produce(20)
+    scene.run()
+    scene.lose_checkpoint()
+    scene.produce(10)
+    with caplog.at_level(logging.WARNING, "spark_sink"):
+        scene.run()
+    (told,) = [r for r in caplog.records if getattr(r, "action", None) == "new_checkpoint"]
+    assert f"offsets 0 to 10 of {scene.topic}[0], offsets 0 to 10 of {scene.topic}[1]" in told.getMessage()
+    scene.check()
+
+
 @pytest.mark.parametrize("source", [False, True])
 @pytest.mark.parametrize("first", ["offsets", "batch-id"])
 def test_a_group_that_counts_otherwise_than_before_is_refused(scene: Scene, first: str, source: bool) -> None:  # noqa: FBT001
