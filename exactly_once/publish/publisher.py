@@ -495,9 +495,11 @@ class Publisher:
         except BaseException as error:
             for topic in self._topics.values():
                 topic.serving_failed()
-            if isinstance(error, SystemError) and isinstance(error.__cause__, KafkaException):
-                raise error.__cause__ from None  # a fatal error, which the client raises amid its reports
-            raise
+            if not isinstance(error, SystemError):
+                raise
+            # A fatal error, which the client raises amid its reports, and may have lost over them.
+            lost = KafkaError(KafkaError._FATAL, "the client met a fatal error: make a new producer", fatal=True)  # noqa: SLF001
+            raise (error.__cause__ if isinstance(error.__cause__, KafkaException) else KafkaException(lost)) from None
 
     def _settle(self) -> None:
         for topic in self._topics.values():
