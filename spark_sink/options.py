@@ -14,6 +14,7 @@ from psycopg.conninfo import make_conninfo
 
 from exactly_once.errors import ConfigurationError
 from exactly_once.kafka.admin import Cluster
+from exactly_once.kafka.settings import BROKERS
 from exactly_once.ledger.dead_letters import DeadLetterLimit
 from exactly_once.ledger.retry import waiting
 from exactly_once.ledger.rows import Ledger, Watch
@@ -37,8 +38,6 @@ OnBadRow = Literal["fail", "dead-letter"]
 _OF_TABLE = ("mode", "key", "add", "claim", "create_table", "evolve")
 # What only ``foreachBatch`` can do.
 _ONLY_SINK = ("transaction", "in_transaction", "on_report", "small_batch", "tables", "dead_letter_limit")
-# librdkafka's names of what says which cluster it is.
-_BROKERS = {"bootstrap.servers", "metadata.broker.list"}
 # What Spark itself hands on to a data source.
 _OF_SPARK = ("path", "queryname")
 
@@ -180,7 +179,7 @@ def check_options(**given: Any) -> Options:
         )
     if not isinstance(options.bootstrap_servers, str | None):
         raise ConfigurationError("bootstrap_servers= must be text: 'kafka-1:9092,kafka-2:9092'")
-    if options.kafka and not (options.bootstrap_servers or options.kafka.keys() & _BROKERS):
+    if options.kafka and not (options.bootstrap_servers or options.kafka.keys() & BROKERS):
         raise ConfigurationError("kafka= is about a cluster, and nothing says which one: add bootstrap_servers=")
     if options.small_batch < 0:
         raise ConfigurationError(f"small_batch={options.small_batch!r} must not be negative; 0 is for never")

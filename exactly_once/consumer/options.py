@@ -17,7 +17,7 @@ from typing import Any, Literal, get_args
 from exactly_once._log import FIELDS
 from exactly_once._model import RangePolicy, StartPolicy
 from exactly_once.errors import ConfigurationError
-from exactly_once.kafka.settings import poll_interval_seconds
+from exactly_once.kafka.settings import BROKERS, poll_interval_seconds
 from exactly_once.ledger.dead_letters import DeadLetterLimit
 from exactly_once.ledger.migrate import check_schema_name
 from exactly_once.ledger.session import Connection, connector, server_of
@@ -92,7 +92,7 @@ def check_options(
     """
     if not isinstance(kafka, Mapping):
         raise ConfigurationError(f"kafka={kafka!r} is not possible; give the settings of confluent-kafka, as a dict")
-    if not (kafka.get("bootstrap.servers") or kafka.get("metadata.broker.list")):
+    if not any(kafka.get(name) for name in BROKERS):
         raise ConfigurationError(
             'bootstrap.servers is missing from the Kafka settings: {"bootstrap.servers": "localhost:9092"}'
         )

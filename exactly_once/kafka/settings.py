@@ -17,6 +17,8 @@ _TOPIC = re.compile(r"(?!\.{1,2}$)[A-Za-z0-9._-]{1,249}")
 
 # How the ``client.id`` of our clients begins.
 OUR_CLIENTS = "exactly_once"
+# librdkafka's names of what says which cluster it is.
+BROKERS = {"bootstrap.servers", "metadata.broker.list"}
 
 _FORCED = {"enable.auto.commit": False, "enable.auto.offset.store": False, "enable.partition.eof": True}
 _AS_BOOL = {"true": True, "1": True, "false": False, "0": False}
