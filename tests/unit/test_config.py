@@ -362,7 +362,7 @@ def test_the_defaults_are_those_that_the_documents_tell() -> None:
     ],
 )
 def test_password_that_libpq_would_misread_is_refused_without_repeating_it(conninfo: str) -> None:
-    with pytest.raises(ConfigurationError, match="the port is no number, or .* %40") as caught:
+    with pytest.raises(ConfigurationError, match=r"the port is no number, or .* %40") as caught:
         checked(conninfo=conninfo)
     assert "geheim" not in str(caught.value)
     assert "Xq7" not in str(caught.value)
