@@ -305,7 +305,7 @@ def show(plan: Plan, args: argparse.Namespace, more: Sequence[str] = ()) -> None
                 "partition": m.partition.number,
                 "old_offset": m.old_offset,
                 "new_offset": m.result,
-                "again": m.again if is_one_log else None,
+                "again": m.again if is_one_log and m.old_offset is not None else None,
                 "left_out": m.left_out if is_one_log else None,
                 "log_start": m.log.start if m.log else None,
                 "log_end": m.log.end if m.log else None,
@@ -330,7 +330,11 @@ def show(plan: Plan, args: argparse.Namespace, more: Sequence[str] = ()) -> None
     effect = "no message comes again, none is left out"
     if effects:
         effect = f"messages: {'; '.join(effects)} (counted in offsets, so gaps of compaction and transactions count)"
-    notes = [effect] if is_one_log else []
+    # As after a failover that lost the rows: effects may be there, or may have gone with them.
+    blank = [m for m in plan.moves if m.old_offset is None and (m.log is None or m.log.start < m.log.end)]
+    notes = [effect] if is_one_log and (effects or not blank) else []
+    if blank:
+        notes.append(f"partitions without an offset: {len(blank)}; which of their messages took effect is not known")
     if plan.letters:
         places = ", ".join(letter.place for letter in plan.letters[:_NAMED]) + (", ..." * (len(plan.letters) > _NAMED))
         notes.append(f"dead letters whose messages {verb} again, and {drop} for that: {len(plan.letters)} ({places})")

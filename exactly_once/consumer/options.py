@@ -46,7 +46,10 @@ _KINDS: tuple[tuple[str, Any, str], ...] = (
     ("claims_window", timedelta | int | float | None, "a timedelta or seconds; None holds keys for ever"),
     ("name", str | None, "a text, or None"),
     ("application", str | None, "a text, or None"),
+    ("schema", str, "a text"),
     ("connect", Callable | None, "a callable that returns a connection"),
+    # A text such as "no", from a file or the environment, would be true.
+    *((name, bool, "True or False") for name in ("stop_on_bad_partition", "take_over", "wait_for_topics", "migrate")),
 )
 
 
@@ -97,10 +100,10 @@ def check_options(
             'bootstrap.servers is missing from the Kafka settings: {"bootstrap.servers": "localhost:9092"}'
         )
     if (conninfo is None) == (connect is None):
-        raise ConfigurationError("give either conninfo= (a connection string) or connect= (a callable), not both")
+        raise ConfigurationError("give one of conninfo= (a connection string) and connect= (a callable)")
     given = {**rest, "max_unit_seconds": max_unit_seconds, "claims_window": claims_window, "connect": connect}
     for name, kinds, what in _KINDS:
-        if isinstance(given[name], bool) or not isinstance(given[name], kinds):
+        if isinstance(given[name], bool) is not (kinds is bool) or not isinstance(given[name], kinds):
             raise ConfigurationError(f"{name}={given[name]!r} must be {what}")
     record = logging.getLogRecordFactory()(__name__, logging.DEBUG, __file__, 0, "", (), None)
     if taken := [name for name in FIELDS if name in vars(record)]:

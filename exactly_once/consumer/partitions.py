@@ -407,7 +407,7 @@ class Ownership:
                 state.report = None
                 self._fence(state)
             elif (conflict := _compare(state, row)) is Conflict.FENCED or row is None:
-                conflicts[partition] = Conflict.FENCED
+                conflicts[partition] = conflict
                 self._fence(state)
             elif state.is_at_end and row.next_offset == state.applied:
                 # Our own move to the end of the log, of which no answer came.
@@ -502,6 +502,9 @@ class Ownership:
             state.gaps = {after: before for after, before in state.gaps.items() if after >= advance.next_offset}
 
     def _go_to(self, state: PartitionState, row: Row) -> None:
+        if row.owner_token != state.token:
+            self._fence(state)  # a failover lost the acquisition, too
+            return
         self.has_changed = True
         state.invalidate()
         if row.next_offset is None:

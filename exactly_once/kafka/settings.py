@@ -109,8 +109,13 @@ def poll_interval_seconds(kafka: Mapping[str, Any]) -> float:
 
 def check_topics(topics: Sequence[str]) -> None:
     """Refuse what is no list of names; a single name would pass for a list of letters."""
-    names: Sequence[object] = topics
-    if isinstance(topics, str) or not names or not all(isinstance(name, str) and name for name in names):
+    names: object = topics
+    if not (
+        isinstance(names, Sequence)
+        and not isinstance(names, str)
+        and names
+        and all(isinstance(name, str) and name for name in names)
+    ):
         raise ConfigurationError(f"topics={topics!r} is not possible; give a list of names: ['payments']")
     for topic in topics:
         # Of a pattern the client itself reports what is wrong, but that it would stop reading at a NUL.

@@ -35,10 +35,12 @@ def check(row: Row | None, grant: Grant, next_offset: int, topic_id: str | None)
     if row is None:
         return Conflict.MISSING
     # Before the rest: topic and offset of a row that is somebody else's say nothing about us.
+    is_below = row.next_offset is None or row.next_offset < next_offset
     if (row.owner_token, row.owner_epoch) != grant:
-        return Conflict.FENCED
+        # Epochs only rise: where the row is older than its grant, the database has lost that acquisition, too.
+        return Conflict.REWOUND if is_below and row.owner_epoch < grant.epoch else Conflict.FENCED
     if row.topic_id != topic_id:
         return Conflict.RECREATED
-    if row.next_offset is None or row.next_offset < next_offset:
+    if is_below:
         return Conflict.REWOUND
-    return Conflict.AHEAD if row.next_offset > next_offset else Conflict.OK
+    return Conflict.OK if row.next_offset == next_offset else Conflict.AHEAD

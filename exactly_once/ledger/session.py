@@ -133,9 +133,9 @@ def connector(conninfo: str) -> Callable[[], Connection]:
     ports = [port for port in str(given.get("port") or "").split(",") if port]
     if any("@" in name for name in [*names, in_uri[1] if in_uri else ""]) or not all(p.isdecimal() for p in ports):
         raise ConfigurationError(
-            "conninfo: the host, the port or the database would contain an '@' or a piece of the password. Write "
-            "characters of a password that mean something in a URI as %40 (@), %3A (:), %2F (/), %3F (?), %23 (#), or "
-            "give it by PGPASSWORD or a password file"
+            "conninfo: the port is no number, or the host, the port or the database would contain a piece of the "
+            "password. Write characters of a password that mean something in a URI as %40 (@), %3A (:), %2F (/), %3F "
+            "(?), %23 (#), or give it by PGPASSWORD or a password file"
         )
     complete = make_conninfo("", **{**_DEFAULTS, **given})
 

@@ -42,7 +42,7 @@ class Store:
         migrate: bool = False,
     ) -> None:
         if (conninfo is None) == (connect is None):
-            raise ConfigurationError("give either conninfo= (a connection string) or connect= (a callable), not both")
+            raise ConfigurationError("give one of conninfo= (a connection string) and connect= (a callable)")
         check_schema_name(schema)
         self.schema = schema
         self._session = Session(connect or connector(conninfo or ""), schema=schema, owns_rows=False)

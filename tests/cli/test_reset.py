@@ -97,6 +97,18 @@ def test_a_new_group_is_told_what_it_leaves_out(operate: Command, topic: str) ->
     assert "\nmessages: 16 would be left out" in operate("reset", "--topic", topic, "--to-offset", 8).out
 
 
+def test_rows_that_are_gone_are_not_told_to_bring_nothing_again(
+    operate: Command, consumed: str, db: Db, name: str
+) -> None:
+    """As after a failover to a standby that had none of them: the ledger cannot tell what took effect."""
+    db.execute("DELETE FROM exactly_once.ledger WHERE group_id = %s", (name,))
+    given = ("reset", "--topic", consumed, "--to-earliest")
+    assert [p["again"] for p in operate(*given, "--json").partitions] == [None, None]
+    shown = operate(*given).out
+    assert "comes again" not in shown
+    assert "\npartitions without an offset: 2; which of their messages took effect is not known\n" in shown
+
+
 def test_execute_moves_all_partitions_and_leaves_audit_rows(
     operate: Command, consumed: str, db: Db, name: str, make_consumer: MakeConsumer
 ) -> None:

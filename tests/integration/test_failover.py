@@ -139,9 +139,10 @@ def stored(server: embedded.Postgres) -> tuple[int, int, int]:
 
 
 @pytest.mark.fault("B11")
+@pytest.mark.parametrize("is_acquired_since", [False, True])
 @pytest.mark.usefixtures("at_the_advance")
 def test_a_running_consumer_makes_the_effects_again_that_a_promoted_standby_lacks(
-    make_consumer: MakeConsumer, pair: Pair, bootstrap_servers: str, topic: str
+    *, make_consumer: MakeConsumer, pair: Pair, bootstrap_servers: str, topic: str, is_acquired_since: bool
 ) -> None:
     way = Way(pair.primary)
     consumer = make_consumer(connect=way, max_messages=10)
@@ -149,6 +150,11 @@ def test_a_running_consumer_makes_the_effects_again_that_a_promoted_standby_lack
     units = iter(consumer)
     apply_unit(next(units))
     pair.fall_behind()
+    if is_acquired_since:  # so the new primary has neither the offsets nor this owner
+        consumer.close()
+        consumer = make_consumer(connect=way, max_messages=10)
+        consumer.subscribe([topic])
+        units = iter(consumer)
     apply_unit(next(units))
     apply_unit(next(units))
     assert stored(pair.primary) == (30, 30, 30)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any, NoReturn
@@ -338,9 +339,11 @@ def test_too_many_in_a_row_stop_and_the_last_is_not_stored(scene: Scene, on_pois
     assert scene.applied() == [0, 1, 2, 3, 4]
 
 
-def test_too_many_in_the_window_stop(scene: Scene) -> None:
-    consumer, limit = scene.consumer(), DeadLetterLimit(in_window=3)
-    with pytest.raises(TooManyDeadLetters, match=r"offset 8 would be dead letter 4 of group .* within 3600 s"):
+@pytest.mark.parametrize("seconds", [3600.0, math.inf])
+def test_too_many_in_the_window_stop(scene: Scene, seconds: float) -> None:
+    consumer, limit = scene.consumer(), DeadLetterLimit(in_window=3, window_seconds=seconds)
+    told = rf"offset 8 would be dead letter 4 of group .* within {seconds:g} s"
+    with pytest.raises(TooManyDeadLetters, match=told):
         run(consumer, refusing(*range(2, 20, 2)), on_poison="dead-letter", dead_letter_limit=limit)
     assert dead(scene) == [2, 4, 6]
     assert scene.ledger("next_offset") == [8]

@@ -103,6 +103,12 @@ CONSUMING = (
             "",
         ),
         (
+            "follows-forgotten",
+            "an owner that a failover has forgotten goes on without acquiring",
+            "if row.owner_token != state.token:",
+            "if False:",
+        ),
+        (
             "classify-follows",
             "a reset under a unit fences in place of being followed",
             "elif conflict in (Conflict.AHEAD, Conflict.REWOUND) and row is not None:",

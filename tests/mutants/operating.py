@@ -321,8 +321,8 @@ OPERATING = (
         (
             "letters-window",
             "however many messages die, none stops",
-            "dead_at > clock_timestamp() - make_interval(secs => %(window_seconds)s)",
-            "dead_at < clock_timestamp() - make_interval(secs => %(window_seconds)s)",
+            "dead_at > clock_timestamp() - make_interval(secs => least(%(window_seconds)s, 1e9))",
+            "dead_at < clock_timestamp() - make_interval(secs => least(%(window_seconds)s, 1e9))",
         ),
     ),
     *each(

@@ -319,11 +319,19 @@ MUTANTS = (
         (OWNERSHIP,),
     ),
     Mutant(
+        "check-forgotten",
+        "the rule: an acquisition that a failover lost",
+        CONFLICT,
+        "is_below and row.owner_epoch < grant.epoch",
+        "False",
+        (OWNERSHIP,),
+    ),
+    Mutant(
         "check-ahead",
         "the rule: an offset that somebody moved on",
         CONFLICT,
-        "row.next_offset > next_offset",
-        "False",
+        "row.next_offset == next_offset",
+        "True",
         (OWNERSHIP,),
     ),
     # What a member knows of its partitions.

@@ -30,7 +30,7 @@ PLACES = (
 )
 DOCUMENT = PACKAGE.parent / "docs" / "how-to" / "observe.md"
 COMPUTED = {change.value for change in Change} | {f"resolved_{r.name.lower()}" for r in Resolution}
-COMPUTED |= {verdict.name.lower() for verdict in (Conflict.FENCED, Conflict.AHEAD, Conflict.REWOUND)}
+COMPUTED |= {verdict.name.lower() for verdict in Conflict if verdict not in (Conflict.OK, Conflict.RECREATED)}
 P, Q = Partition("payments", 3), Partition("payments", 4)
 
 

@@ -202,7 +202,7 @@ def test_incremental_rebalances_are_told_from_eager_ones(kafka: dict[str, str], 
 
 @pytest.mark.parametrize("given", [{"conninfo": None}, {"connect": print}])
 def test_exactly_one_way_to_the_database_must_be_given(given: dict[str, Any]) -> None:
-    with pytest.raises(ConfigurationError, match=r"either conninfo= .* or connect="):
+    with pytest.raises(ConfigurationError, match=r"one of conninfo= .* and connect="):
         checked(**given)
 
 
@@ -252,7 +252,7 @@ def test_a_name_that_no_topic_can_have_is_refused(topics: list[str]) -> None:
         check_topics(topics)
 
 
-@pytest.mark.parametrize("topics", ["abc", [], [""], [None], [b"a"], [1]])
+@pytest.mark.parametrize("topics", ["abc", [], [""], [None], [b"a"], [1], None, {"a"}, {"a": 1}, iter(["a"])])
 def test_what_is_no_list_of_names_is_refused(topics: Any) -> None:
     with pytest.raises(ConfigurationError, match="give a list of names"):
         check_topics(topics)
@@ -281,6 +281,11 @@ IMPOSSIBLE: list[tuple[str, object, str]] = [
     ("claims_window", "7", "claims_window='7' must be a timedelta or seconds"),
     ("name", 5, "name=5 must be a text, or None"),
     ("application", 5, "application=5 must be a text, or None"),
+    ("schema", 5, "schema=5 must be a text"),
+    ("take_over", "no", "take_over='no' must be True or False"),
+    ("migrate", 1, "migrate=1 must be True or False"),
+    ("wait_for_topics", None, "wait_for_topics=None must be True or False"),
+    ("stop_on_bad_partition", "0", "stop_on_bad_partition='0' must be True or False"),
     ("start", "a datetime with a time zone", "choose one of earliest, latest, committed, a datetime"),
     ("schema", "", "schema='' is not the name of a schema"),
     ("schema", "ü" * 32, "is not the name of a schema"),
@@ -357,7 +362,7 @@ def test_the_defaults_are_those_that_the_documents_tell() -> None:
     ],
 )
 def test_password_that_libpq_would_misread_is_refused_without_repeating_it(conninfo: str) -> None:
-    with pytest.raises(ConfigurationError, match="%40") as caught:
+    with pytest.raises(ConfigurationError, match=r"the port is no number, or .* %40") as caught:
         checked(conninfo=conninfo)
     assert "geheim" not in str(caught.value)
     assert "Xq7" not in str(caught.value)

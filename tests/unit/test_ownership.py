@@ -267,6 +267,22 @@ def test_a_row_that_lost_its_start_in_a_failover_is_acquired_again(path: str) ->
     assert ownership.to_acquire() == [P]
 
 
+@pytest.mark.parametrize("path", ["judge", "seen"])
+def test_a_row_that_lost_its_acquisition_in_a_failover_is_told_as_that_and_acquired_anew(path: str) -> None:
+    ownership, rows, advances = in_doubt(P)
+    lost = replace(rows[P], next_offset=None, owner_epoch=rows[P].owner_epoch - 1, owner_token=uuid4())
+    told = ownership.classify(advances, [lost]) if path == "judge" else ownership.seen([P], [lost])
+    assert told == {P: Conflict.REWOUND}
+    assert ownership.to_confirm() == [P]
+    assert ownership.to_acquire() == []
+
+
+def test_a_row_that_is_gone_is_told_as_that_between_units() -> None:
+    ownership, _, _ = in_doubt(P)
+    assert ownership.seen([P], []) == {P: Conflict.MISSING}
+    assert ownership.to_confirm() == [P]
+
+
 ADVANCE = Advance(partition=P, token=uuid4(), epoch=2, topic_id="id", expected=5, next_offset=8, leader_epoch=None)
 STORED = Row(partition=P, next_offset=5, owner_epoch=2, owner_token=ADVANCE.token, topic_id="id")
 
@@ -279,6 +295,11 @@ STORED = Row(partition=P, next_offset=5, owner_epoch=2, owner_token=ADVANCE.toke
         (replace(STORED, owner_token=uuid4()), Conflict.FENCED),
         (replace(STORED, owner_token=None), Conflict.FENCED),
         (replace(STORED, owner_epoch=3), Conflict.FENCED),
+        (replace(STORED, owner_epoch=3, next_offset=4), Conflict.FENCED),
+        (replace(STORED, owner_token=uuid4(), next_offset=4), Conflict.FENCED),
+        (replace(STORED, owner_epoch=1), Conflict.FENCED),
+        (replace(STORED, owner_epoch=1, owner_token=None, next_offset=4), Conflict.REWOUND),
+        (replace(STORED, owner_epoch=1, owner_token=uuid4(), next_offset=None), Conflict.REWOUND),
         (replace(STORED, topic_id="other"), Conflict.RECREATED),
         (replace(STORED, topic_id=None), Conflict.RECREATED),
         (replace(STORED, next_offset=4), Conflict.REWOUND),

@@ -37,7 +37,7 @@ WITH RECURSIVE run AS (
     WHERE run.length < %(in_a_row)s AND run.after_offset IN (before.message_offset + 1, before.moved_to))
 SELECT (SELECT coalesce(max(length), 0) FROM run),
        (SELECT count(*) FROM {schema}.dead_letter
-        WHERE group_id = %(group_id)s AND dead_at > clock_timestamp() - make_interval(secs => %(window_seconds)s))
+        WHERE group_id = %(group_id)s AND dead_at > clock_timestamp() - make_interval(secs => least(%(window_seconds)s, 1e9)))
 
 -- name: move_dead_letters
 -- Take note that the ledger goes from one offset to another behind the dead letter that is the last before it, over
