@@ -10,6 +10,7 @@ the same iterator; in several, what an attempt commits is a prefix of each parti
 
 from __future__ import annotations
 
+import base64
 import contextlib
 import itertools
 import json
@@ -37,7 +38,7 @@ from exactly_once.ledger.retry import at_start
 from exactly_once.ledger.session import Session, cursor_on, last_row
 from exactly_once.ledger.sql import query
 from exactly_once.ledger.transaction import UnitOfWork
-from exactly_once.writer import BadRow, Table, TableError, TableWriter
+from exactly_once.writer import BadRow, Column, Table, TableError, TableWriter
 from exactly_once.writer.arrow import rows_of, write_arrow
 from exactly_once.writer.errors import TableChanged
 
@@ -338,9 +339,11 @@ class Attempt:
         """Keep a row as a dead letter, in the transaction that skips it."""
         part = self.work.parts[number]
         headers: list[tuple[str, str | bytes | None]] = [(ROW_HEADER, str(part.options.table).encode())]
+        table = self.writers[number].table(self.unit.connection, locks=False)
         if (claim := part.options.claim) is not None and (key := _shown(row.column(claim)[0])) not in (None, ""):
-            table = self.writers[number].table(self.unit.connection, locks=False)
             headers.append((CLAIM_HEADER, _claimed(table, key).encode()))
+        columns = {column.name: column for column in table.columns}
+        fields = [f"{json.dumps(name)}: {_in_json(row.column(name)[0], columns.get(name))}" for name in part.columns]
         topic, partition, offset = (row.column(name)[0].as_py() for name in (TOPIC, PARTITION, OFFSET))
         of_partition = pc.and_(pc.equal(among.column(TOPIC), topic), pc.equal(among.column(PARTITION), partition))
         before = among.filter(pc.and_(of_partition, pc.less(among.column(OFFSET), offset))).column(OFFSET)
@@ -348,7 +351,7 @@ class Attempt:
             topic=topic,
             partition=partition,
             offset=offset,
-            value=json.dumps({name: _shown(row.column(name)[0]) for name in part.columns}, default=str).encode(),
+            value=f"{{{', '.join(fields)}}}".encode(),
             headers=headers,
             timestamp=(TIMESTAMP_NOT_AVAILABLE, 0),
         )
@@ -391,18 +394,34 @@ def read_results(rows: Iterable[Any]) -> Result:
 
 
 def _shown(value: Any) -> Any:
-    """Return a value as JSON can have it; what Python cannot hold, such as a far year, by Arrow's own words."""
-    if value.is_valid and (pa.types.is_list(value.type) or pa.types.is_large_list(value.type)):
-        return [_shown(each) for each in value.values]
+    """Return a value as Python has it; what it cannot hold, such as a far year, by Arrow's own words."""
     try:
         found = value.as_py(maps_as_pydicts="strict")
     except UnicodeDecodeError:  # Spark makes text of any bytes; these stay what they are in JSON, and in Python's str
         return value.cast(pa.binary()).as_py().decode(errors="surrogateescape")
     except (ValueError, OverflowError, KeyError):
         return str(value.cast(pa.string()))
-    if isinstance(found, float) and not math.isfinite(found):
-        return str(found)
-    return found.hex() if isinstance(found, bytes) else found
+    return json.dumps(found) if isinstance(found, float) and not math.isfinite(found) else found
+
+
+def _in_json(value: Any, column: Column | None) -> str:
+    """Write a value as the sink command reads it for this column, so that it replays the row unchanged."""
+    if value.is_valid and (pa.types.is_list(value.type) or pa.types.is_large_list(value.type)):
+        return f"[{', '.join(_in_json(each, column and column.element) for each in value.values)}]"
+    found, kind = _shown(value), column and column.base_name
+    if isinstance(found, bytes):
+        if kind == "bytea":
+            found = base64.b64encode(found).decode()
+        elif kind == "uuid" and len(found) == 16:
+            found = str(UUID(bytes=found))
+        else:
+            found = found.decode(errors="surrogateescape")
+    if kind in ("json", "jsonb") and isinstance(found, str):
+        # JSON within the row, not text that holds it; what is no JSON, which int() says of NaN, stays text.
+        with contextlib.suppress(ValueError, RecursionError):
+            json.loads(found.encode(), parse_constant=int, parse_int=str, parse_float=str)
+            return found
+    return json.dumps(found, default=str)
 
 
 def to_one_task(frame: DataFrame, *, order: Sequence[str]) -> DataFrame:

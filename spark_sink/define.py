@@ -127,7 +127,8 @@ def new_columns(schema: StructType, options: Options, table: Table | None = None
             )
         if not can_be_column(name):
             raise FrameError(
-                f"no column can have the name {name!r} (over {NAME_BYTES} bytes, a quote, or Postgres's own); rename it"
+                f"no column can have the name {name!r} (over {NAME_BYTES} bytes, a quote or backslash, or Postgres's "
+                "own); rename it"
             )
         if (type_name := _type_of(kind)) is None:
             raise FrameError(

@@ -50,6 +50,8 @@ _NEVER = {
     **dict.fromkeys(("timestamp", "timestamp_ntz"), ("date", *_TEXTS)),
 }
 _NOT_IN_JSON = ("decimal", "date", "timestamp", "timestamp_ntz")
+# What holds nulls only becomes this, which Arrow takes; of array() it says that no element may be null.
+_OF_NULLS = {"void": "string", "array": "array<string>"}
 _NOT_IN_ARROW = ("interval", "yearmonthinterval")
 # Spark's type and Postgres' of which one has a time zone and the other none.
 _ZONED_AND_NOT = (("timestamp_ntz", "timestamptz"), ("timestamp", "timestamp"))
@@ -77,7 +79,9 @@ def fit(frame: DataFrame, table: Table, options: Options, key: Sequence[str] = (
         nested[name] = text if odd is None else F.when(F.expr(odd), refused).otherwise(text)
     # As SQL, in one call: each function of pyspark is several round trips to Java, in every batch.
     written = [
-        f"CAST({_quoted(name)} AS string) AS {_quoted(name)}" if form == "null" else _quoted(name)
+        f"CAST({_quoted(name)} AS {_OF_NULLS[fields[name].dataType.typeName()]}) AS {_quoted(name)}"
+        if form == "null"
+        else _quoted(name)
         for name, form in forms.items()
     ]
     if options.claim is not None and options.claim not in forms:
@@ -233,6 +237,8 @@ def _form(field: StructField, column: Column, table: Table) -> Form:
         is_nested = element is not None and element.typeName() in (*_NESTED, "array")
         if kind in _NESTED or column.element is None or is_nested:
             raise FrameError(f"{place}; make that column jsonb, or flatten the frame's with select()")
+        if element is not None and element.typeName() == "void":
+            return "null"
     if target in _NEVER.get(kind, ()) or kind in _NOT_IN_ARROW:
         raise FrameError(f"{place}, which takes no such value; cast it in the frame, or alter the table")
     if kind in _NOT_IN_JSON and target in _JSON:

@@ -110,7 +110,7 @@ def gone_back(partition: Partition, known: int, end: int, group: Group) -> Topic
     return TopicRecreated(
         f"{partition} of {group}: Spark's offsets go back from {known} to {end}, so the topic was deleted and made "
         "again. To read the new one start with a new checkpoint, after: "
-        f"{group.command('adopt', '--topic', partition.topic)}"
+        f"{group.command('adopt', '--topic', partition.topic, '--to-earliest')}"
     )
 
 

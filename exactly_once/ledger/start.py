@@ -351,7 +351,7 @@ class StartOffsets:
         return TopicRecreated(
             f"{partition} of group {self._group_id!r}: the ledger belongs to topic id {stored}, the topic of that name "
             f"now has id {found}: it was deleted and made again. To read the new one: "
-            + self._command("adopt", partition.topic)
+            + self._command("adopt", partition.topic, "--to-earliest")
         )
 
     def _command(self, action: str, topic: str, *more: str) -> str:

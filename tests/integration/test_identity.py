@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import re
+import shlex
 from typing import Any
 
 import psycopg
@@ -11,6 +12,7 @@ import pytest
 from confluent_kafka.admin import AdminClient
 
 from exactly_once import ClusterChanged, ExactlyOnceConsumer, TopicRecreated
+from exactly_once.cli import main
 from exactly_once.consumer import maintenance
 from exactly_once.embedded import Kafka
 from exactly_once.kafka.admin import Cluster, Topic
@@ -70,17 +72,18 @@ def stored(db: Db, group: str) -> tuple[Any, ...]:
 @pytest.mark.fault("C4")
 @pytest.mark.parametrize("messages", [0, 10, 200])
 def test_topic_recreated_while_stopped_is_refused(
-    *, messages: int, make_consumer: MakeConsumer, bootstrap_servers: str, topic: str, db: Db, name: str
+    *, messages: int, make_consumer: MakeConsumer, bootstrap_servers: str, topic: str, db: Db, conninfo: str, name: str
 ) -> None:
-    """However long the new log is; the message has both ids and the command that mends it."""
+    """However long the new log is; the message has both ids and the command that mends it, whole."""
     consume(make_consumer(), topic)
     before = stored(db, name)
     recreate(bootstrap_servers, topic, messages)
-    with pytest.raises(
-        TopicRecreated, match=rf"topic id {re.escape(before[1])}.*has id .*adopt --group-id \S+ --topic {topic}"
-    ):
+    with pytest.raises(TopicRecreated, match=rf"topic id {re.escape(before[1])}.*has id ") as caught:
         consume(make_consumer(), topic)
     assert stored(db, name) == before
+    adopt = shlex.split(str(caught.value).partition("exactly-once ")[2])
+    assert main([*adopt, "--bootstrap-servers", bootstrap_servers, "--conninfo", conninfo, "--execute"]) == 0
+    assert (stored(db, name)[1] != before[1], stored(db, name)[2]) == (True, 0)
 
 
 @pytest.mark.fault("C4", more=True)

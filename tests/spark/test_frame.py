@@ -142,6 +142,13 @@ def test_a_column_that_fits_is_taken(case: Case, table: str, frame: str) -> None
     case.fit(table, frame)
 
 
+def test_an_array_without_a_type_is_an_empty_one(case: Case) -> None:
+    """Spark's array() has no elements, of which Arrow would say that they are nulls and none may be null."""
+    given = case.frame("id int").selectExpr("*", "array() AS n", "array(null) AS t", "array(array()) AS j", "null AS v")
+    frame, _ = fit(given, case.table("id int, n int[], t text[], j jsonb, v int"), case.options())
+    assert frame.toArrow().column_names == ["id", "n", "t", "j", "v", *PLACES]
+
+
 @pytest.mark.parametrize(
     ("options", "said"),
     [

@@ -79,7 +79,7 @@ def test_what_mends_a_ledger_of_another_schema_names_it() -> None:
         remaining([Range(partition=P, start=30, end=40)], {P: 10}, of)
     with pytest.raises(LedgerBehindCheckpoint, match=f"reset {words} --to-batch 3"):
         remaining(one_batch(query, 4), {query: 2}, of)
-    with pytest.raises(TopicRecreated, match=f"adopt {words}"):
+    with pytest.raises(TopicRecreated, match=f"adopt {words} --topic orders --to-earliest$"):
         remaining([Range(partition=P, start=30, end=10)], {P: 30}, of)
     for partition, way in ((P, "--topic orders"), (query, "--to-batch 6")):
         failure = Failure(batch_id=6, ends={partition: 30}, error="it", is_counted=False)
