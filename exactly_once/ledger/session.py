@@ -269,8 +269,9 @@ class Session:
         self._connection: Connection | None = None
         self._is_prepared = False  # for our statements
         self._closed = False
-        # Whether a statement without a BEGIN sees what others have committed while it waited; the role may differ.
-        self.is_read_committed = True
+        # Whether a statement without a BEGIN sees what others have committed while it waited, and lasts when the server
+        # crashes right after it; the role may differ.
+        self.autocommits_safely = True
         self._refused: set[str] = set()  # transactions that this role may not end, which was logged
         self._begin: dict[tuple[str, float], bytes] = {}  # composed statements, by isolation and time
         # Where connections have led that were joined: to our own ledger.
@@ -298,8 +299,7 @@ class Session:
                     # Of blocks of psycopg's transaction(), whatever the role or the application says.
                     connection.isolation_level = IsolationLevel.READ_COMMITTED
                 # A pooler accepts clients whose server is away; only an answer tells.
-                (isolation,) = last_row(execute(connection, self.schema, "answer"))
-                self.is_read_committed = isolation == "read committed"
+                (self.autocommits_safely,) = last_row(execute(connection, self.schema, "answer"))
             except BaseException:
                 self.discard()
                 raise

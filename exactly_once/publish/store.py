@@ -102,9 +102,11 @@ class Store:
                         "the connection of filters is in an open transaction, which nobody would commit: no mark would "
                         "last. connect= must commit what it executes, or connect with autocommit=True"
                     )
-                if self._session.is_read_committed:
+                if self._session.autocommits_safely:
                     return work(connection)
-                with connection.transaction():  # which is: several may change the same keys
+                # READ COMMITTED, because several may change the same keys, and durable: a lost mark makes a duplicate.
+                with connection.transaction():
+                    self.on(connection, "publish_durably")
                     return work(connection)
             except psycopg.Error as error:
                 if self._session.lost or isinstance(error, psycopg.errors.ReadOnlySqlTransaction):

@@ -483,7 +483,7 @@ CONSUMING = (
         (
             "marks-blind",
             "statements of a filter fail where the role's isolation shows them one snapshot",
-            "if self._session.is_read_committed:",
+            "if self._session.autocommits_safely:",
             "if True:",
         ),
     ),

@@ -533,22 +533,24 @@ def test_the_cache_has_no_key_for_longer_than_a_window(make_owner: MakeOwner, na
 
 
 @pytest.mark.usefixtures("own_servers")
-def test_keys_are_there_after_a_crash_of_the_server() -> None:
+@pytest.mark.parametrize("settings", [{}, {"synchronous_commit": "off", "wal_writer_delay": "10s"}], ids=["on", "off"])
+def test_keys_are_there_after_a_crash_of_the_server(settings: dict[str, str]) -> None:
+    """Also where the server does not wait for its disk by itself: what was sent would be sent again."""
     from exactly_once import embedded  # noqa: PLC0415 - only here
-    from exactly_once.ledger.migrate import migrate  # noqa: PLC0415
 
-    with embedded.Postgres() as server:
-        with psycopg.connect(server.conninfo, autocommit=True) as connection:
-            migrate(connection)
-        with PublishOwner(server.conninfo) as owner:
-            made = window(owner, "t")
-            made.reserve_many(["a", "b"])
-            made.confirm("a")
-            server.stop("immediate")
-            with pytest.raises(FilterUnavailable):
-                made.reserve("a")
-            server.start()
-            assert made.reserve_many(["a", "b", "c"]) == [DUPLICATE, IN_FLIGHT, NEW]
+    link = Link("sensor", 0)
+    with embedded.Postgres(settings=settings) as server, PublishOwner(server.conninfo, migrate=True) as owner:
+        made, chain = window(owner, "t"), PostgresChain(owner.store)
+        chain.reserve(link)
+        chain.confirm(link)
+        made.reserve_many(["a", "b"])
+        made.confirm("a")
+        server.stop("immediate")
+        with pytest.raises(FilterUnavailable):
+            made.reserve("a")
+        server.start()
+        assert made.reserve_many(["a", "b", "c"]) == [DUPLICATE, IN_FLIGHT, NEW]
+        assert chain.reserve(link) is DUPLICATE
 
 
 def test_two_windows_of_one_process_exclude_each_other(make_owner: MakeOwner, name: str) -> None:

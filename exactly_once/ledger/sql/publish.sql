@@ -1,5 +1,9 @@
 -- Every statement of the publish side. The changes of keys are functions of the schema, one call per batch.
 
+-- name: publish_durably
+-- Wait for the disk of this server at the COMMIT, whatever the role says; standbys are its own matter.
+SELECT set_config('synchronous_commit', 'local', true) WHERE current_setting('synchronous_commit') = 'off'
+
 -- name: publish_scope
 -- Make a scope, if it is not there.
 SELECT {schema}.publish_scope_number(%(name)s)

@@ -52,8 +52,8 @@ SELECT CASE
     ELSE pg_xact_status((%(xid)s::text)::xid8) END
 
 -- name: answer
--- See that a server is behind a new connection, and how it isolates what is executed without a BEGIN of ours.
-SELECT current_setting('default_transaction_isolation')
+-- See that a server is behind a new connection, and how it isolates and commits what is executed without a BEGIN of ours.
+SELECT current_setting('default_transaction_isolation') = 'read committed' AND current_setting('synchronous_commit') <> 'off'
 
 -- name: current_xid
 -- Learn the id of a transaction that is going to write.
