@@ -8,8 +8,6 @@ from itertools import count
 from operator import attrgetter
 from typing import Any
 
-from confluent_kafka import Message
-
 from .changes import Row
 from .errors import TableError, cut
 
@@ -104,21 +102,6 @@ class Shape:
         if self.is_deep:
             return self.find(value)[1]
         return {name: part for name, part in fields_in(value).items() if name not in self._tree}
-
-    def in_key(self, message: Message) -> dict[str, bytes]:
-        """Return the JSON of each column that a message's key has a field for, be it with a schema or without.
-
-        :raises ValueError: for a key that is no object.
-        """
-        if (key := message.key()) is None:
-            return {}
-        try:
-            fields = fields_in(key)
-            if fields.keys() <= {"schema", "payload"} and "payload" in fields:
-                key = bytes(fields["payload"])
-            return {} if key == NULL else self.find(key)[0]
-        except (msgspec.DecodeError, RecursionError) as error:
-            raise ValueError(f"the key is no object in JSON: {cut(key)}") from error
 
     def _decoder(self, *, forbids: bool) -> Callable[[bytes], Any] | None:
         self._numbers = count()  # the same names in both
