@@ -27,6 +27,7 @@ from exactly_once.cli.sink_flows import Flow
 from exactly_once.errors import ConfigurationError
 from exactly_once.writer import BadRow, TableError
 from exactly_once.writer.errors import RegistryAway
+from exactly_once.writer.from_json import JsonDecoder
 from exactly_once.writer.registry import Registry
 from tests.cli.test_sink_claim import Claimed
 from tests.support.require import lacking, skip_unless
@@ -197,6 +198,25 @@ def test_avro_of_every_type_ends_as_what_it_stands_for(registry: StandIn, db: Da
     assert first[0].startswith('(1,"",,0.0,1969-12-31,')
     assert ",-0,0.1," in first[0]
     assert registry.asked == [f"/schemas/ids/{number}"] or len(registry.asked) == 1
+
+
+def test_a_logical_type_of_a_type_that_it_cannot_be_of_is_nothing(registry: StandIn, db: Database, name: str) -> None:
+    """As Avro has it; some producers name the text of a time so."""
+    schema = record(
+        "V",
+        at=logical("string", "timestamp-millis"),
+        price=logical("string", "decimal", precision=9, scale=2),
+        short=logical("fixed", "uuid", name="Four", size=4),
+        long=logical("bytes", "uuid"),
+    )
+    plain = record("V", at="string", price="string", short={"type": "fixed", "name": "Four", "size": 4}, long="bytes")
+    value = {"at": "2026-01-02T03:04:05Z", "price": "1.50", "short": b"1234", "long": b"\0"}
+    sent = message(avro(registry.add(json.dumps(schema)), plain, value))
+    db.execute(f"SET timezone = 'UTC'; CREATE TABLE {name} (at timestamptz, price numeric, short bytea, long bytea)")
+    write(db, name, registry, sent)
+    assert rows(db, name, "at::text, price::text, short, long") == [("2026-01-02 03:04:05+00", "1.50", b"1234", b"\0")]
+    decoder = Flow(topics=("t",), table=name, schema_registry=registry.url).unwrapping(JsonDecoder())
+    assert decoder.types([sent]) == {"at": "text", "price": "text", "short": "bytea", "long": "bytea"}
 
 
 def test_logical_types_within_objects_lists_and_maps(registry: StandIn, db: Database, name: str) -> None:
@@ -394,6 +414,49 @@ def test_protobuf_of_a_message_of_the_file_and_of_one_within_it(registry: StandI
         (f'(5,hi,0,f,"\\\\x00ff",-Infinity,"1970-01-01 00:00:01+00","{{""vip_name"": ""v""}}","{{a,b}}",{2**64 - 1})',),
         ("(7,,,,,,,,,)",),
     ]
+
+
+def protobuf_that_imports(*files: str, **fields: str) -> bytes:
+    from google.protobuf import descriptor_pb2  # noqa: PLC0415
+
+    file = descriptor_pb2.FileDescriptorProto(name="x.proto", syntax="proto3", dependency=files)
+    kind = file.message_type.add(name="X")
+    for number, (field, type_name) in enumerate(fields.items(), 1):
+        kind.field.add(name=field, number=number, type=11, label=1, type_name=type_name)
+    serialized: bytes = file.SerializeToString()
+    return serialized
+
+
+def test_files_that_schemas_of_protobuf_import_without_a_reference_are_known(
+    registry: StandIn, db: Database, name: str
+) -> None:
+    """Those of Connect and Flink, and types that say whether a value was sent."""
+    imports = [f"confluent/{each}.proto" for each in ("meta", "type/decimal")] + ["google/protobuf/wrappers.proto"]
+    fields = {"price": ".confluent.type.Decimal", "many": ".google.protobuf.Int64Value"}
+    number = registry.add("", "PROTOBUF", serialized=protobuf_that_imports(*imports, **fields))
+    db.execute(f"CREATE TABLE {name} (price numeric, many bigint)")
+    price = message(framed(number, b"\0" + b"\x0a\x06\x0a\x02\xcf\xc7\x18\x02"))  # -12345, of scale 2
+    many = message(framed(number, b"\0" + b"\x12\x02\x08\x07"))
+    write(db, name, registry, price, many)
+    assert rows(db, name, "price::text, many") == [("-123.45", None), (None, 7)]
+    decoder = Flow(topics=("t",), table=name, schema_registry=registry.url).unwrapping(JsonDecoder())
+    assert decoder.types([price]) == {"price": "numeric", "many": "bigint"}
+
+
+@pytest.mark.parametrize(
+    ("kind", "said"),
+    [
+        ("AVRO", "schema 1 of .* cannot be read: UnknownType: Missing"),
+        ("PROTOBUF", "schema 1 of .* cannot be read: .*imports other.proto, to which it has no reference"),
+    ],
+)
+def test_a_schema_that_cannot_be_read_is_named(
+    kind: str, said: str, registry: StandIn, db: Database, name: str
+) -> None:
+    registry.add(json.dumps(record("V", id="Missing")), kind, serialized=protobuf_that_imports("other.proto"))
+    db.execute(f"CREATE TABLE {name} (id int)")
+    with pytest.raises(BadRow, match=rf"t\[0\] offset 7: {said}"):
+        write(db, name, registry, message(framed(1, b"\2")))
 
 
 @pytest.mark.parametrize("unknown", [b"\x58\x07", b"\x42\x02\x10\x01"], ids=["of the message", "of one within it"])
