@@ -293,7 +293,8 @@ class Envelope(Format):
         row = {name: bytes(value) for name, value in fields_in(text).items()}
         # A topic of Debezium that was flattened is one of Connect.
         if self._name in ("debezium", "connect") and any(hint in text for hint in _HINTS):
-            row |= {n: UNAVAILABLE for n, value in row.items() if msgspec.json.decode(value) in _PLACEHOLDERS}
+            hinted = [n for n, value in row.items() if any(hint in value for hint in _HINTS)]
+            row |= {n: UNAVAILABLE for n in hinted if msgspec.json.decode(row[n]) in _PLACEHOLDERS}
         for name in self._unsure & row.keys() if schema is None else ():
             if _NUMBER_OR_BASE64.fullmatch(row[name]):
                 what = f"{row[name].decode()} is a number or the base64 of one, and no schema tells"

@@ -26,7 +26,7 @@ from .decoding import Decoded, remade
 from .envelopes import Change, Envelope, EnvelopeName, Format, recognised
 from .errors import BadRow, cut
 from .from_json import JsonDecoder, OnTombstone, path_of
-from .json_shape import BYTE_ORDER_MARK, NULL, NULL_DOCUMENT, UNAVAILABLE, fields_in
+from .json_shape import BYTE_ORDER_MARK, NULL, NULL_DOCUMENT, UNAVAILABLE, fields_in, refuse_malformed
 from .statements import Mode
 from .table import Column, Table
 from .times import EPOCH
@@ -429,7 +429,7 @@ class CloudEvents(Format):
             if value is None:
                 return _encode(event)
             if not kind or re.match(r"(?:application|text)/(?:json|[^;]*\+json)\b", kind):
-                msgspec.json.decode(value)  # or what is malformed would make the whole row so
+                refuse_malformed(value)
                 return _encode(event | {"data": Raw(value)})
             if kind.startswith("text/"):
                 charset = re.search(r';\s*charset="?([^";\s]+)', kind)
@@ -506,7 +506,7 @@ class Csv(Format):
         if text is None or name not in self._json:
             return text
         try:
-            msgspec.json.decode(text)  # or what is malformed would make the whole row so
+            refuse_malformed(raw := text.encode())
         except (msgspec.DecodeError, RecursionError) as error:
             raise BadRow(f"{error}: {cut(text)}", column=self._json[name]) from error
-        return Raw(text.encode())
+        return Raw(raw)

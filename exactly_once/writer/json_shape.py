@@ -132,6 +132,14 @@ class Shape:
         return msgspec.defstruct("Fields", fields, rename=renamed, gc=False, forbid_unknown_fields=forbids)
 
 
+def refuse_malformed(text: bytes) -> None:
+    """Refuse what is no JSON in UTF-8, which would make all that it is put into so; its numbers may be of any size.
+
+    :raises ValueError: for what is malformed.
+    """
+    msgspec.json.decode(text.decode(), type=Raw)
+
+
 def names_in(left: Left, prefix: str = "") -> list[str]:
     """Return the names of fields, with dots for objects in objects."""
     names = []

@@ -14,7 +14,7 @@ from msgspec import Raw
 
 from .codecs import name_of
 from .errors import BadRow, cut
-from .json_shape import NULL, NULL_DOCUMENT, UNAVAILABLE, Shape, fields_in
+from .json_shape import NULL, NULL_DOCUMENT, UNAVAILABLE, Shape, fields_in, refuse_malformed
 from .numbers import scaled
 from .table import Column
 from .times import BEYOND, EPOCH, span_of
@@ -215,11 +215,11 @@ def _duration(_: Mapping[str, str], text: bytes, column: Column | None) -> bytes
 
 def _decimal(parameters: Mapping[str, str], text: bytes, column: Column | None) -> bytes:
     """Write an integer in base64, and its scale, which may be beside it, as a number; a number stays as it is."""
+    if not text.startswith((b'"', b"{")):
+        return text
     value = msgspec.json.decode(text)
     if isinstance(value, str):
         value = {"value": value, "scale": int(parameters["scale"])}
-    if not isinstance(value, dict):
-        return text
     return f"{scaled(base64.b64decode(value['value'], validate=True), value['scale']):f}".encode()
 
 
@@ -241,10 +241,10 @@ def _json(_: Mapping[str, str], text: bytes, column: Column | None) -> bytes:
 def document_in(text: str, column: Column | None) -> bytes:
     """Return the JSON in a text; a null stays a document where a column takes one.
 
-    :raises ValueError: for what is malformed, which would make the whole row so.
+    :raises ValueError: for what is malformed.
     """
-    is_null = msgspec.json.decode(text) is None and column is not None
-    return NULL_DOCUMENT if is_null else text.encode()
+    refuse_malformed(document := text.encode())
+    return NULL_DOCUMENT if document.strip() == NULL and column is not None else document
 
 
 def _boolean(text: bytes, column: Column | None) -> bytes:
@@ -265,11 +265,11 @@ def _bits(parameters: Mapping[str, str], text: bytes, column: Column | None) -> 
 
 
 def _geometry(_: Mapping[str, str], text: bytes, column: Column | None) -> bytes:
-    """Write a point as Postgres does, or a geometry as PostGIS does: hexadecimal EWKB."""
+    """Write a point as Postgres does, as also where it has no more; or a geometry as PostGIS does: hexadecimal EWKB."""
     if _type(column) in ("json", "jsonb"):
         return text
     value = msgspec.json.decode(text)
-    if _type(column) == "point":
+    if _type(column) == "point" or value.get("wkb") is None:
         return _text(f"({value['x']},{value['y']})")
     wkb, srid = base64.b64decode(value["wkb"], validate=True), value.get("srid")
     order: Literal["little", "big"] = "little" if wkb[0] else "big"

@@ -27,6 +27,7 @@ from exactly_once.errors import ConfigurationError
 from .decoding import remade
 from .errors import BadRow, RegistryAway, TableError, cut
 from .formats import to_json
+from .json_shape import refuse_malformed
 from .logical import Schema
 
 # Makes JSON of what comes behind the id.
@@ -224,7 +225,7 @@ def _is_framed(data: Any) -> TypeGuard[bytes]:
 
 
 def _json(data: bytes) -> bytes:
-    msgspec.json.decode(data)  # or what is malformed would make the whole message so
+    refuse_malformed(data)
     return b'{"payload":%b}' % data
 
 

@@ -508,6 +508,14 @@ def test_a_value_of_a_logical_type_stands_for_the_same_in_a_key(
     assert found == (found[1], found[1], 1)
 
 
+def test_a_point_needs_nothing_but_its_place_where_no_table_is_known_yet() -> None:
+    """As in the sample of a topic, of which a table is made."""
+    kind = field("v", "struct", f"{DEBEZIUM}data.geometry.Point")
+    point = {"schema": {"type": "struct", "fields": [kind]}, "payload": {"v": {"x": 1.5, "y": -2, "wkb": None}}}
+    [(_, found)] = format_of("connect").read(messages((None, point))[0])
+    assert found == b'{"v":"(1.5,-2)"}'
+
+
 DECIMAL = field("price", "bytes", f"{CONNECT}Decimal", parameters={"scale": "2"})
 
 
