@@ -264,6 +264,8 @@ class Envelope(Format):
         if kind not in ("INSERT", "UPDATE", "DELETE") or rows is None:
             raise BadRow(f"no change of rows by Canal (type is {kind!r}): {cut(message.value())}")
         olds = (_rows(event.old) if event.old else None) or (Raw(b"null"),) * len(rows)
+        if len(olds) != len(rows):
+            raise BadRow(f"data holds {len(rows)} rows, and old {len(olds)}: {cut(message.value())}")
         types = event.mysqlType or {}
         for data, old in zip(rows, olds, strict=True):
             row = self._row(data, None) or {}

@@ -212,7 +212,9 @@ class Registry:
                 if f'"error_code":{_UNKNOWN_SCHEMA}' in text.replace(" ", ""):
                     raise BadRow(f"{where} knows no schema {number}") from error
                 if error.code < _SERVER_ERROR and error.code not in _NOT_NOW:
-                    raise TableError(f"{where} refuses to give schema {number}: {error}: {cut(text)}") from error
+                    what = f"{where} refuses to give schema {number}: {error}: {cut(text)}"
+                    hint = "; basic.auth.user.info or bearer.auth.token lets one in" if error.code == _NOBODY else ""
+                    raise TableError(what + hint) from error
                 reasons.append(str(error))
             except (OSError, http.client.HTTPException, ValueError) as error:
                 reasons.append(f"{type(error).__name__}: {error}")

@@ -149,6 +149,7 @@ def test_a_delete_takes_its_key_from_the_row_where_the_message_has_none(table: s
         ("connect", "upsert", ({"id": 1}, {"id": 1}), "no schema and payload"),
         ("maxwell", "upsert", (None, {"type": "table-alter", "database": "d"}), "no change of a row by Maxwell"),
         ("connect", "upsert", ({"payload": {"no": 1}}, None), "a tombstone whose key has no id"),
+        ("canal", "upsert", (None, {"type": "UPDATE", "data": [{}, {}], "old": [{}]}), "data holds 2 rows, and old 1"),
     ],
 )
 def test_what_cannot_be_done_is_refused_and_named(
