@@ -520,7 +520,7 @@ def test_a_registry_that_lets_nobody_in_is_not_taken_for_one_without_the_schema_
     """Or the tombstone would be bad, or passed over, until a password is mended."""
     db.execute(f"CREATE TABLE {name} (id int PRIMARY KEY)")
     registry.status = 401
-    with pytest.raises(TableError, match="refuses to give schema 7: .*basic.auth.user.info or bearer.auth.token"):
+    with pytest.raises(TableError, match=r"refuses to give schema 7: .*basic\.auth\.user\.info or bearer\.auth\.token"):
         write(db, name, registry, message(None, key=framed(7, b"\2")), mode="upsert", key=("id",))
 
 
