@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta
 from decimal import Decimal
-from functools import partial
+from functools import cache, partial
 from typing import TYPE_CHECKING, Any, Protocol
 
 from confluent_kafka import Message
@@ -31,7 +31,7 @@ Source = str
 SOURCES = ("topic", "partition", "offset", "timestamp", "key", "headers")
 
 # Of which a key is stored as it was sent.
-_WHOLE_KEYS = ("bytea", "json", "jsonb", "text", "varchar", "bpchar")
+WHOLE_KEYS = ("bytea", "json", "jsonb", "text", "varchar", "bpchar")
 _UUID_BYTES = 16
 _NO_TIMESTAMP = 0
 # What a header, a key or a timestamp raises that is not what it is read as.
@@ -147,7 +147,7 @@ class Envelope:
             return _milliseconds if type_name == "int8" else _timestamp
         if source == "headers" and type_name not in ("json", "jsonb"):
             raise TableError(f"column {column.name} is {column.type_name}; headers need json or jsonb")
-        if source == "key" and type_name not in _WHOLE_KEYS:
+        if source == "key" and type_name not in WHOLE_KEYS:
             return partial(key_value, column)
         return _GETTERS[source]
 
@@ -245,18 +245,13 @@ def _headers(message: Message) -> list[list[Any]] | None:
     return None if headers is None else shown
 
 
-_GETTERS: dict[Source, Callable[[Message], Any]] = {
-    "topic": Message.topic,
-    "partition": Message.partition,
-    "offset": Message.offset,
-    "key": Message.key,
-    "headers": _headers,
-}
-
-
 def remade(source: Message, key: Any, value: bytes | None) -> Message:
-    """Make a message of another key and value; all else, also unreadable headers, is the source's."""
-    return type(source)(
+    """Make a message of another key and value; all else, also unreadable headers, is the source's.
+
+    It remembers the key as it was sent.
+    """
+    kind: Any = type(source)
+    made: Any = _remembering(kind)(
         topic=source.topic(),
         partition=source.partition(),
         offset=source.offset(),
@@ -265,3 +260,24 @@ def remade(source: Message, key: Any, value: bytes | None) -> Message:
         headers=Message.headers(source),
         timestamp=source.timestamp(),
     )
+    made.sent_key = _sent_key(source)
+    found: Message = made
+    return found
+
+
+@cache
+def _remembering(kind: Any) -> Any:
+    return kind if hasattr(kind, "sent_key") else type(kind.__name__, (kind,), {"__slots__": ("sent_key",)})
+
+
+def _sent_key(message: Any) -> Any:
+    return message.sent_key if hasattr(type(message), "sent_key") else message.key()
+
+
+_GETTERS: dict[Source, Callable[[Message], Any]] = {
+    "topic": Message.topic,
+    "partition": Message.partition,
+    "offset": Message.offset,
+    "key": _sent_key,
+    "headers": _headers,
+}

@@ -22,7 +22,7 @@ from msgspec import Raw
 from exactly_once.errors import ConfigurationError
 
 from .codecs import name_of
-from .decoding import Decoded, remade
+from .decoding import WHOLE_KEYS, Decoded, remade
 from .envelopes import Change, Envelope, EnvelopeName, Format, recognised
 from .errors import BadRow, cut
 from .from_json import JsonDecoder, OnTombstone, path_of
@@ -70,7 +70,7 @@ def hint_for(value: bytes | None) -> str | None:
 class FormatDecoder:
     """Turns messages into JSON and gives them to ``decoder``; without a format they are JSON.
 
-    ``opens_keys`` has rows keep their messages' keys in JSON, and not as they were sent. With ``guards`` messages in a
+    ``opens_keys`` has rows keep their messages' keys in JSON, too. With ``guards`` messages in a
     format that nobody has named are refused, for most of what they say would be lost.
     """
 
@@ -104,7 +104,10 @@ class FormatDecoder:
         names = [paths[name][-1] for name in key if name in paths] if mode == "upsert" else []
         self._format.prepare(by_field, mode=mode, key=names)
         self._deletes = mode == "upsert"
-        self._has_whole_key = any(self._decoder.envelope.sources.get(name) == "key" for name in key)
+        sources = self._decoder.envelope.sources
+        self._has_whole_key = any(sources.get(name) == "key" for name in key)
+        own = (name for name, source in sources.items() if source == "key")
+        self._opens_keys |= any(name_of(columns[name].type_oid) not in WHOLE_KEYS for name in own)
 
     @property
     def new_fields(self) -> set[str]:

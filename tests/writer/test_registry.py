@@ -4,6 +4,8 @@ The registry is a stand-in: the answers over HTTP that a client asks for, as Con
 A real one takes a Java service and a minute.
 """
 
+# ruff: noqa: PLR0917 - fixtures and parameters are positional
+
 from __future__ import annotations
 
 import base64
@@ -13,6 +15,7 @@ import struct
 import sys
 import threading
 from collections.abc import Iterator
+from datetime import date
 from decimal import Decimal
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from io import BytesIO
@@ -361,6 +364,46 @@ def test_the_whole_key_of_a_row_is_that_of_its_delete(registry: StandIn, db: Dat
     stored = [message(avro(number, schema, {"v": 1}), avro(key, "string", each)) for each in "ab"]
     write(db, name, registry, *stored, message(None, avro(key, "string", "a")), **flow)
     assert rows(db, name) == [(avro(key, "string", "b"), 1)]
+
+
+@pytest.mark.parametrize("more", [{}, {"id": "key:id"}])
+@pytest.mark.parametrize("claim", [None, "key:id"])
+def test_a_key_stays_as_it_was_sent_whatever_else_looks_into_it(
+    more: dict[str, str], claim: str | None, registry: StandIn, db: Database, name: str
+) -> None:
+    db.execute(f"CREATE TABLE {name} (own bytea PRIMARY KEY, id int)")
+    schema = record("V", id="int")
+    number = registry.add(json.dumps(schema))
+    value, key = (avro(number, schema, {"id": 1}) for _ in "vk")
+    flow: dict[str, Any] = {"mode": "upsert", "metadata": {"own": "key", **more}, "claim": claim}
+    sink = Flow(topics=("t",), table=name, schema_registry=registry.url, **flow).sink()
+    with db.transaction():
+        sink.write(db, [message(value, key)], claim=Claimed() if claim else None)
+    assert rows(db, name) == [(key, 1)]
+
+
+@pytest.mark.parametrize(
+    ("kind", "schema", "value", "stored"),
+    [
+        ("bigint", "long", 7, 7),
+        ("uuid", "string", TOKEN, UUID(TOKEN)),
+        ("date", logical("int", "date"), 1, date(1970, 1, 2)),
+        ("numeric", logical("bytes", "decimal", precision=9, scale=2), b"\xd7\x6d\xf8", Decimal("-26588.24")),
+    ],
+)
+def test_a_bare_key_in_the_wire_format_fills_a_column_of_its_type(
+    kind: str, schema: Any, value: Any, stored: Any, registry: StandIn, db: Database, name: str
+) -> None:
+    """And its delete finds the row."""
+    db.execute(f"CREATE TABLE {name} (k {kind} PRIMARY KEY, v int)")
+    plain = schema if isinstance(schema, str) else schema["type"]
+    key = avro(registry.add(json.dumps(schema)), plain, value)
+    one = avro(registry.add(json.dumps(record("V", v="int"))), record("V", v="int"), {"v": 1})
+    flow: dict[str, Any] = {"mode": "upsert", "metadata": {"k": "key"}}
+    write(db, name, registry, message(one, key), **flow)
+    assert rows(db, name) == [(stored, 1)]
+    write(db, name, registry, message(None, key), **flow)
+    assert rows(db, name) == []
 
 
 def protobuf_file() -> Any:
