@@ -32,6 +32,7 @@ from exactly_once.writer.evolving import type_of, wider
 from exactly_once.writer.formats import hint_for
 from exactly_once.writer.from_json import JsonDecoder, path_of, paths_of
 from exactly_once.writer.json_shape import UNAVAILABLE, Raw, Shape
+from exactly_once.writer.logical import in_key, types_in_key
 from exactly_once.writer.table import Table, read_table
 
 from .problems import CommandError
@@ -249,10 +250,11 @@ def columns_of(flow: Flow, messages: Sequence[Message], *, for_new_table: bool) 
     result = Columns()
     # Fields that can be no columns.
     left_out: list[str] = []
+    keys: list[bytes | None] = []
     if flow.format == "raw":
         result.types, result.are_known = {"key": "bytea", "value": "bytea"}, True
     elif messages:
-        objects, types, result.key = _objects(flow, messages)
+        objects, types, result.key, keys = _objects(flow, messages)
         result.are_known = bool(objects or types)
         result.types = _types(flow, objects, types)
         left_out = [name for name in result.types if not ddl.can_be_column(name)]
@@ -260,9 +262,10 @@ def columns_of(flow: Flow, messages: Sequence[Message], *, for_new_table: bool) 
     for column, source in flow.metadata.items():
         kind = _METADATA_TYPES.get(source)
         shape = Shape({column: (path_of(source.removeprefix("key:")), Raw)})
-        for message in messages if source.startswith("key:") else ():
+        for key in keys if source.startswith("key:") else ():
             with contextlib.suppress(ValueError):  # the worker tells which one
-                kind = wider(kind, type_of(msgspec.json.decode(shape.in_key(message).get(column, b"null"))))
+                part = in_key(shape, key).get(column, b"null")
+                kind = types_in_key(key).get(source[4:]) or wider(kind, type_of(msgspec.json.decode(part)))
         result.types[column] = kind or "text"
     result.types |= {column: type_of(value) or "text" for column, value in flow.constants.items()}
     result.types |= flow.types
@@ -283,13 +286,18 @@ def columns_of(flow: Flow, messages: Sequence[Message], *, for_new_table: bool) 
     return result
 
 
-def _objects(flow: Flow, messages: Sequence[Message]) -> tuple[list[dict[str, Any]], dict[str, str], tuple[str, ...]]:
-    """Return the rows in messages, and the types and the key that their schemas tell."""
+def _objects(
+    flow: Flow, messages: Sequence[Message]
+) -> tuple[list[dict[str, Any]], dict[str, str], tuple[str, ...], list[bytes | None]]:
+    """Return the rows in messages, the types and the key that their schemas tell, and the messages' keys in JSON."""
+    keys: list[bytes | None] = []
     objects: list[dict[str, Any]] = []
     types: dict[str, str] = {}
     key: tuple[str, ...] = ()
     bad: list[BadRow] = []
-    looks = replace(flow, missing="keep", on_tombstone="skip", on_truncate="skip").unwrapping(JsonDecoder())
+    looks = replace(flow, missing="keep", on_tombstone="skip", on_truncate="skip").unwrapping(
+        JsonDecoder(metadata=flow.metadata)
+    )
     for message in messages:
         if flow.format is None and flow.schema_registry is None and (hint := hint_for(message.value())) is not None:
             raise CommandError(str(BadRow(hint, message=message)))
@@ -297,6 +305,7 @@ def _objects(flow: Flow, messages: Sequence[Message]) -> tuple[list[dict[str, An
             found, told, names = looks.read(message, tells=True)
             rows = [_object(m.value()) for m in found if m.value() is not None]
             objects += rows
+            keys += [m.key() for m in found]
             types |= told if rows else {}
             key = key or names
         except (ValueError, BadRow) as error:
@@ -307,7 +316,7 @@ def _objects(flow: Flow, messages: Sequence[Message]) -> tuple[list[dict[str, An
         if not objects:
             raise CommandError(told_)
         logger.warning("%s", told_, extra={"action": "sample_skipped"})
-    return objects, types, key
+    return objects, types, key, keys
 
 
 def _object(value: bytes | None) -> dict[str, Any]:

@@ -16,6 +16,7 @@ try:
 
     from .from_json import path_of
     from .json_shape import BYTE_ORDER_MARK, Shape
+    from .logical import in_key
 except ImportError as error:
     raise ImportError(f"{error}\na claim needs msgspec: pip install 'kafka-exactly-once[sink]'") from error
 
@@ -54,7 +55,7 @@ class Claims:
                 elif self._envelope[0] == "header":
                     key = header(self._envelope[1], message, is_bytes=False)
                 else:
-                    key = msgspec.json.decode(self._shape.in_key(message).get("key", b"null"))
+                    key = msgspec.json.decode(in_key(self._shape, message.key()).get("key", b"null"))
             except (msgspec.DecodeError, ValueError, RecursionError) as error:
                 raise BadRow(f"there is no key to claim: {error}", message=message) from error
             if not isinstance(key, (str, int)) or isinstance(key, bool) or key == "":

@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta
 from decimal import Decimal
-from functools import partial
+from functools import cache, partial
 from typing import TYPE_CHECKING, Any, Protocol
 
 from confluent_kafka import Message
@@ -31,7 +31,7 @@ Source = str
 SOURCES = ("topic", "partition", "offset", "timestamp", "key", "headers")
 
 # Of which a key is stored as it was sent.
-_WHOLE_KEYS = ("bytea", "json", "jsonb", "text", "varchar", "bpchar")
+WHOLE_KEYS = ("bytea", "json", "jsonb", "text", "varchar", "bpchar")
 _UUID_BYTES = 16
 _NO_TIMESTAMP = 0
 # What a header, a key or a timestamp raises that is not what it is read as.
@@ -131,13 +131,15 @@ class Envelope:
         if name and kind == "header" and (reading is None or not reading.is_special(column)):
             return partial(header, name, is_bytes=type_name == "bytea")
         if name:
-            from . import json_shape, json_values  # noqa: PLC0415 - an extra
+            from . import json_shape, json_values, logical  # noqa: PLC0415 - an extra
 
-            shape = json_shape.Shape({"part": (tuple(name.split(".")), json_shape.Raw)})
+            path = tuple(name.split("."))
+            shape = json_shape.Shape({"part": (path, json_shape.Raw)})
+            filled = {name: column} if len(path) == 1 else {}
 
             def find(message: Message) -> bytes | None:
                 if kind == "key":
-                    return shape.in_key(message).get("part")
+                    return logical.in_key(shape, message.key(), filled).get("part")
                 return json.dumps(header(name, message, is_bytes=False)).encode()
 
             return json_values.part_of(find, column, reading or json_values.Reading())
@@ -145,8 +147,8 @@ class Envelope:
             return _milliseconds if type_name == "int8" else _timestamp
         if source == "headers" and type_name not in ("json", "jsonb"):
             raise TableError(f"column {column.name} is {column.type_name}; headers need json or jsonb")
-        if source == "key" and type_name not in _WHOLE_KEYS:
-            return partial(key_value, is_uuid=type_name == "uuid")
+        if source == "key" and type_name not in WHOLE_KEYS:
+            return partial(key_value, column)
         return _GETTERS[source]
 
     def get(self, column: str, message: Message) -> Any:
@@ -172,7 +174,8 @@ class Envelope:
         return tuple(values)
 
     def _bad(self, error: Exception, message: Message, column: str) -> BadRow:
-        return BadRow(f"{self.sources[column]}: {error}", message=message, column=column)
+        reason = error.reason if isinstance(error, BadRow) else error
+        return BadRow(f"{self.sources[column]}: {reason}", message=message, column=column)
 
 
 def alike(name: str, others: Iterable[str]) -> str | None:
@@ -205,19 +208,28 @@ def header(name: str, message: Message, *, is_bytes: bool) -> str | bytes | None
     return value.decode() if isinstance(value, bytes) and not is_bytes else value
 
 
-def key_value(message: Message, *, is_uuid: bool) -> Any:
+def key_value(column: Column, message: Message) -> Any:
     """Return a message's key as the value that it is: plain text, or JSON, with a schema or without.
 
     :raises ValueError: for bytes that are no text; a UUID may be its 16 bytes.
     """
     key = message.key()
-    if not isinstance(key, bytes) or (is_uuid and len(key) == _UUID_BYTES):
+    if not isinstance(key, bytes) or (name_of(column.type_oid) == "uuid" and len(key) == _UUID_BYTES):
         return key
     text = key.decode()
     if not text.lstrip().startswith(("{", '"')):
         return text
     value = json.loads(text, parse_float=Decimal)
-    return value["payload"] if isinstance(value, dict) and value.keys() == {"schema", "payload"} else value
+    if not (isinstance(value, dict) and value.keys() == {"schema", "payload"}):
+        return value
+    if not isinstance(value["schema"], dict):
+        return value["payload"]
+    from . import json_shape, logical  # noqa: PLC0415 - an extra
+
+    told = {each: bytes(part) for each, part in json_shape.fields_in(key).items()}
+    schema = logical.holding(logical.schema_in(told["schema"]), column.name)
+    payload = logical.converted({column.name: told["payload"]}, schema, {column.name: column})[column.name]
+    return json.loads(payload, parse_float=Decimal)
 
 
 def _headers(message: Message) -> list[list[Any]] | None:
@@ -233,18 +245,13 @@ def _headers(message: Message) -> list[list[Any]] | None:
     return None if headers is None else shown
 
 
-_GETTERS: dict[Source, Callable[[Message], Any]] = {
-    "topic": Message.topic,
-    "partition": Message.partition,
-    "offset": Message.offset,
-    "key": Message.key,
-    "headers": _headers,
-}
-
-
 def remade(source: Message, key: Any, value: bytes | None) -> Message:
-    """Make a message of another key and value; all else, also unreadable headers, is the source's."""
-    return type(source)(
+    """Make a message of another key and value; all else, also unreadable headers, is the source's.
+
+    It remembers the key as it was sent.
+    """
+    kind: Any = type(source)
+    made: Any = _remembering(kind)(
         topic=source.topic(),
         partition=source.partition(),
         offset=source.offset(),
@@ -253,3 +260,24 @@ def remade(source: Message, key: Any, value: bytes | None) -> Message:
         headers=Message.headers(source),
         timestamp=source.timestamp(),
     )
+    made.sent_key = _sent_key(source)
+    found: Message = made
+    return found
+
+
+@cache
+def _remembering(kind: Any) -> Any:
+    return kind if hasattr(kind, "sent_key") else type(kind.__name__, (kind,), {"__slots__": ("sent_key",)})
+
+
+def _sent_key(message: Any) -> Any:
+    return message.sent_key if hasattr(type(message), "sent_key") else message.key()
+
+
+_GETTERS: dict[Source, Callable[[Message], Any]] = {
+    "topic": Message.topic,
+    "partition": Message.partition,
+    "offset": Message.offset,
+    "key": _sent_key,
+    "headers": _headers,
+}

@@ -22,7 +22,7 @@ from .codecs import name_of
 from .errors import BadRow, cut
 from .from_json import OnTombstone
 from .json_shape import UNAVAILABLE, fields_in
-from .logical import NUMBERS, Row, Schema, converted, schema_in, types_of
+from .logical import NUMBERS, Row, Schema, converted, holding, schema_in, types_of
 from .mysql import column_of, value_for
 from .statements import Mode
 from .table import Column
@@ -204,7 +204,7 @@ class Envelope(Format):
         try:
             if self._name == "canal":
                 return _event(message).pkNames or ()
-            return tuple(_fields_of_key(message))
+            return tuple(_fields_of_key(message)[1])
         except _MALFORMED:
             return ()
 
@@ -264,6 +264,8 @@ class Envelope(Format):
         if kind not in ("INSERT", "UPDATE", "DELETE") or rows is None:
             raise BadRow(f"no change of rows by Canal (type is {kind!r}): {cut(message.value())}")
         olds = (_rows(event.old) if event.old else None) or (Raw(b"null"),) * len(rows)
+        if len(olds) != len(rows):
+            raise BadRow(f"data holds {len(rows)} rows, and old {len(olds)}: {cut(message.value())}")
         types = event.mysqlType or {}
         for data, old in zip(rows, olds, strict=True):
             row = self._row(data, None) or {}
@@ -293,7 +295,8 @@ class Envelope(Format):
         row = {name: bytes(value) for name, value in fields_in(text).items()}
         # A topic of Debezium that was flattened is one of Connect.
         if self._name in ("debezium", "connect") and any(hint in text for hint in _HINTS):
-            row |= {n: UNAVAILABLE for n, value in row.items() if msgspec.json.decode(value) in _PLACEHOLDERS}
+            hinted = [n for n, value in row.items() if any(hint in value for hint in _HINTS)]
+            row |= {n: UNAVAILABLE for n in hinted if msgspec.json.decode(row[n]) in _PLACEHOLDERS}
         for name in self._unsure & row.keys() if schema is None else ():
             if _NUMBER_OR_BASE64.fullmatch(row[name]):
                 what = f"{row[name].decode()} is a number or the base64 of one, and no schema tells"
@@ -380,8 +383,17 @@ class Envelope(Format):
             self._bare_keys[message.topic()] = is_own and self._bare_keys.get(message.topic(), True)
 
     def _key_text(self, message: Message, key: Row) -> bytes:
-        """Write a key as an object, with what the message's own holds besides: a column may be filled from there."""
-        return msgspec.json.encode(_raw({**_fields_of_key(message), **key}))
+        """Write a key as an object, with what the message's own holds besides: a column may be filled from there.
+
+        That is still to be read by its schema, and ``key`` has been.
+        """
+        schema, fields = _fields_of_key(message)
+        text = msgspec.json.encode(_raw({**fields, **key}))
+        if schema is None:
+            return text
+        left = tuple(each for each in schema.fields if each.field not in key)
+        schema = msgspec.structs.replace(schema, fields=left)
+        return b'{"schema":%b,"payload":%b}' % (msgspec.json.encode(schema), text)
 
     def _key_of(self, message: Message) -> tuple[Row | None, bool]:
         """Read the fields of a message's key, and tell whether it is an object; a bare value is the only field.
@@ -395,7 +407,10 @@ class Envelope(Format):
             msgspec.json.decode(payload or b"")
         except _MALFORMED:
             return None, False
-        return ({self._key[0]: payload} if payload is not None and len(self._key) == 1 else None), False
+        if payload is None or len(self._key) != 1:
+            return None, False
+        [name] = self._key
+        return converted({name: payload}, schema and holding(schema, name), self._columns), False
 
 
 def _opened(text: bytes | None) -> tuple[Schema | None, bytes | None]:
@@ -417,13 +432,13 @@ def _event(message: Message) -> _Wrapped:
     return _read(payload or b"{}")
 
 
-def _fields_of_key(message: Message) -> dict[str, Raw]:
-    """Return the fields of a message's key as they are; none of one that is no object."""
+def _fields_of_key(message: Message) -> tuple[Schema | None, dict[str, Raw]]:
+    """Return the schema and the fields of a message's key as they are; none of one that is no object."""
     try:
-        _, payload = _opened(message.key())
-        return fields_in(payload or b"")
+        schema, payload = _opened(message.key())
+        return schema, fields_in(payload or b"")
     except _MALFORMED:
-        return {}
+        return None, {}
 
 
 def _bare_key(message: Message) -> bytes | None:

@@ -22,11 +22,11 @@ from msgspec import Raw
 from exactly_once.errors import ConfigurationError
 
 from .codecs import name_of
-from .decoding import Decoded, remade
+from .decoding import WHOLE_KEYS, Decoded, remade
 from .envelopes import Change, Envelope, EnvelopeName, Format, recognised
 from .errors import BadRow, cut
 from .from_json import JsonDecoder, OnTombstone, path_of
-from .json_shape import BYTE_ORDER_MARK, NULL, NULL_DOCUMENT, UNAVAILABLE, fields_in
+from .json_shape import BYTE_ORDER_MARK, NULL, NULL_DOCUMENT, UNAVAILABLE, fields_in, refuse_malformed
 from .statements import Mode
 from .table import Column, Table
 from .times import EPOCH
@@ -70,7 +70,7 @@ def hint_for(value: bytes | None) -> str | None:
 class FormatDecoder:
     """Turns messages into JSON and gives them to ``decoder``; without a format they are JSON.
 
-    ``opens_keys`` has rows keep their messages' keys in JSON, and not as they were sent. With ``guards`` messages in a
+    ``opens_keys`` has rows keep their messages' keys in JSON, too. With ``guards`` messages in a
     format that nobody has named are refused, for most of what they say would be lost.
     """
 
@@ -104,7 +104,10 @@ class FormatDecoder:
         names = [paths[name][-1] for name in key if name in paths] if mode == "upsert" else []
         self._format.prepare(by_field, mode=mode, key=names)
         self._deletes = mode == "upsert"
-        self._has_whole_key = any(self._decoder.envelope.sources.get(name) == "key" for name in key)
+        sources = self._decoder.envelope.sources
+        self._has_whole_key = any(sources.get(name) == "key" for name in key)
+        own = (name for name, source in sources.items() if source == "key")
+        self._opens_keys |= any(name_of(columns[name].type_oid) not in WHOLE_KEYS for name in own)
 
     @property
     def new_fields(self) -> set[str]:
@@ -429,7 +432,7 @@ class CloudEvents(Format):
             if value is None:
                 return _encode(event)
             if not kind or re.match(r"(?:application|text)/(?:json|[^;]*\+json)\b", kind):
-                msgspec.json.decode(value)  # or what is malformed would make the whole row so
+                refuse_malformed(value)
                 return _encode(event | {"data": Raw(value)})
             if kind.startswith("text/"):
                 charset = re.search(r';\s*charset="?([^";\s]+)', kind)
@@ -506,7 +509,7 @@ class Csv(Format):
         if text is None or name not in self._json:
             return text
         try:
-            msgspec.json.decode(text)  # or what is malformed would make the whole row so
+            refuse_malformed(raw := text.encode())
         except (msgspec.DecodeError, RecursionError) as error:
             raise BadRow(f"{error}: {cut(text)}", column=self._json[name]) from error
-        return Raw(text.encode())
+        return Raw(raw)

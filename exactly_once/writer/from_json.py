@@ -36,6 +36,7 @@ from .json_values import (
     stripped,
     text_of,
 )
+from .logical import in_key
 from .statements import Mode
 from .table import OnMissing, Table
 
@@ -433,6 +434,7 @@ class _Key:
         columns = table.pick([name for name in key if name in paths])
         self._readers = {c.name: checked(c, reading) for c in columns}
         self._encoded = {c.name for c in columns if reading.is_special(c) or base_name(c) == "bytea"}
+        self._by_field = {paths[c.name][-1]: c for c in columns}
         self._shape = Shape({c.name: ((paths[c.name][-1],), Raw) for c in columns})
 
     def tombstone(self, message: Message, envelope: Envelope) -> Tombstone:
@@ -451,7 +453,7 @@ class _Key:
             raise ValueError("there is neither key nor value, so there is nothing to delete")
         raw = key.strip().removeprefix(BYTE_ORDER_MARK)
         if raw.startswith(b"{"):
-            found, _ = self._shape.find(raw)
+            found = in_key(self._shape, raw, self._by_field)
             return {name: read(found.get(name, NULL)) for name, read in self._readers.items()}
         if len(self._readers) > 1:
             raise ValueError(f"it is no object with {', '.join(self._readers)}")

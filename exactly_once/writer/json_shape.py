@@ -8,8 +8,6 @@ from itertools import count
 from operator import attrgetter
 from typing import Any
 
-from confluent_kafka import Message
-
 from .changes import Row
 from .errors import TableError, cut
 
@@ -105,21 +103,6 @@ class Shape:
             return self.find(value)[1]
         return {name: part for name, part in fields_in(value).items() if name not in self._tree}
 
-    def in_key(self, message: Message) -> dict[str, bytes]:
-        """Return the JSON of each column that a message's key has a field for, be it with a schema or without.
-
-        :raises ValueError: for a key that is no object.
-        """
-        if (key := message.key()) is None:
-            return {}
-        try:
-            fields = fields_in(key)
-            if fields.keys() <= {"schema", "payload"} and "payload" in fields:
-                key = bytes(fields["payload"])
-            return {} if key == NULL else self.find(key)[0]
-        except (msgspec.DecodeError, RecursionError) as error:
-            raise ValueError(f"the key is no object in JSON: {cut(key)}") from error
-
     def _decoder(self, *, forbids: bool) -> Callable[[bytes], Any] | None:
         self._numbers = count()  # the same names in both
         try:
@@ -147,6 +130,14 @@ class Shape:
             fields += [(f"i{number}", msgspec.Raw, msgspec.Raw()) for number in range(len(self._ignored))]
             renamed |= {f"i{number}": name for number, name in enumerate(self._ignored)}
         return msgspec.defstruct("Fields", fields, rename=renamed, gc=False, forbid_unknown_fields=forbids)
+
+
+def refuse_malformed(text: bytes) -> None:
+    """Refuse what is no JSON in UTF-8, which would make all that it is put into so; its numbers may be of any size.
+
+    :raises ValueError: for what is malformed.
+    """
+    msgspec.json.decode(text.decode(), type=Raw)
 
 
 def names_in(left: Left, prefix: str = "") -> list[str]:

@@ -314,8 +314,10 @@ def _since_epoch(raw: bytes, unit: Epoch, name: str) -> Any:
     if name == "interval":
         return span_of(microseconds)
     if name in ("time", "timetz"):
+        if microseconds == _DAY:  # Postgres's last time of a day, which Python has not
+            return "24:00:00+00:00" if name == "timetz" else "24:00:00"
         if not 0 <= microseconds < _DAY:
-            raise ValueError(f"{shown(raw)} {unit} is more than a day")
+            raise ValueError(f"{shown(raw)} {unit} is no time of a day; a column of interval takes it")
         found = clock_of(microseconds)
         return found.replace(tzinfo=UTC) if name == "timetz" else found
     try:

@@ -14,7 +14,7 @@ from msgspec import Raw
 
 from .codecs import name_of
 from .errors import BadRow, cut
-from .json_shape import NULL, NULL_DOCUMENT, UNAVAILABLE, fields_in
+from .json_shape import NULL, NULL_DOCUMENT, UNAVAILABLE, Shape, fields_in, refuse_malformed
 from .numbers import scaled
 from .table import Column
 from .times import BEYOND, EPOCH, span_of
@@ -68,9 +68,46 @@ def converted(row: Row, schema: Schema | None, columns: Mapping[str, Column]) ->
     return row
 
 
+@lru_cache(_SHAPES)
+def holding(schema: Schema, field: str) -> Schema:
+    """Return the schema of an object whose only field is of a schema: that of a key which is one bare value."""
+    return Schema("struct", fields=(msgspec.structs.replace(schema, field=field),))
+
+
+def in_key(shape: Shape, key: bytes | None, columns: Mapping[str, Column] | None = None) -> dict[str, bytes]:
+    """Return the JSON of each column that a message's key has a field for, be it with a schema or without.
+
+    With ``columns``, those that the key's fields fill, values are what the schema says that they stand for.
+
+    :raises ValueError: for a key that is no object.
+    :raises BadRow: for a value that is not of the type that the schema says.
+    """
+    if key is None:
+        return {}
+    try:
+        fields = fields_in(key)
+        if fields.keys() <= {"schema", "payload"} and "payload" in fields:
+            key, schema = bytes(fields["payload"]), bytes(fields.get("schema", NULL))
+            if key == NULL:
+                return {}
+            if columns is not None and schema.startswith(b"{"):
+                row = {name: bytes(value) for name, value in fields_in(key).items()}
+                row = converted(row, schema_in(schema), columns)
+                key = msgspec.json.encode({name: Raw(value) for name, value in row.items()})
+        return shape.find(key)[0]
+    except (msgspec.DecodeError, RecursionError) as error:
+        raise ValueError(f"the key is no object in JSON: {cut(key)}") from error
+
+
 def types_of(schema: Schema) -> dict[str, str]:
     """Return the types of columns that hold the fields of a schema."""
     return {field.field: _column_type(field) for field in schema.fields if field.field is not None}
+
+
+def types_in_key(key: bytes | None) -> dict[str, str]:
+    """Return the types of columns that the schema of a key tells; none where it has no schema."""
+    schema = bytes(fields_in(key or b"{}").get("schema", NULL))
+    return types_of(schema_in(schema)) if schema.startswith(b"{") else {}
 
 
 @lru_cache(_SHAPES)
@@ -178,11 +215,11 @@ def _duration(_: Mapping[str, str], text: bytes, column: Column | None) -> bytes
 
 def _decimal(parameters: Mapping[str, str], text: bytes, column: Column | None) -> bytes:
     """Write an integer in base64, and its scale, which may be beside it, as a number; a number stays as it is."""
+    if not text.startswith((b'"', b"{")):
+        return text
     value = msgspec.json.decode(text)
     if isinstance(value, str):
         value = {"value": value, "scale": int(parameters["scale"])}
-    if not isinstance(value, dict):
-        return text
     return f"{scaled(base64.b64decode(value['value'], validate=True), value['scale']):f}".encode()
 
 
@@ -204,10 +241,10 @@ def _json(_: Mapping[str, str], text: bytes, column: Column | None) -> bytes:
 def document_in(text: str, column: Column | None) -> bytes:
     """Return the JSON in a text; a null stays a document where a column takes one.
 
-    :raises ValueError: for what is malformed, which would make the whole row so.
+    :raises ValueError: for what is malformed.
     """
-    is_null = msgspec.json.decode(text) is None and column is not None
-    return NULL_DOCUMENT if is_null else text.encode()
+    refuse_malformed(document := text.encode())
+    return NULL_DOCUMENT if document.strip() == NULL and column is not None else document
 
 
 def _boolean(text: bytes, column: Column | None) -> bytes:
@@ -228,11 +265,11 @@ def _bits(parameters: Mapping[str, str], text: bytes, column: Column | None) -> 
 
 
 def _geometry(_: Mapping[str, str], text: bytes, column: Column | None) -> bytes:
-    """Write a point as Postgres does, or a geometry as PostGIS does: hexadecimal EWKB."""
+    """Write a point as Postgres does, as also where it has no more; or a geometry as PostGIS does: hexadecimal EWKB."""
     if _type(column) in ("json", "jsonb"):
         return text
     value = msgspec.json.decode(text)
-    if _type(column) == "point":
+    if _type(column) == "point" or value.get("wkb") is None:
         return _text(f"({value['x']},{value['y']})")
     wkb, srid = base64.b64decode(value["wkb"], validate=True), value.get("srid")
     order: Literal["little", "big"] = "little" if wkb[0] else "big"

@@ -27,6 +27,7 @@ from exactly_once.errors import ConfigurationError
 from .decoding import remade
 from .errors import BadRow, RegistryAway, TableError, cut
 from .formats import to_json
+from .json_shape import refuse_malformed
 from .logical import Schema
 
 # Makes JSON of what comes behind the id.
@@ -61,6 +62,9 @@ _LOGICAL = {
     "uuid": "io.debezium.data.Uuid",
     "uuid-fixed": "avro.uuid-fixed",
 }
+# The types that they can be of; of any other, Avro has them be nothing.
+_KINDS = {"decimal": ("bytes", "fixed"), "uuid": ("string", "fixed")}
+_UUID_BYTES = 16
 
 
 class Registry:
@@ -150,28 +154,32 @@ class Registry:
     def _read(self, data: bytes) -> bytes:
         number = int.from_bytes(data[1:_HEADER_BYTES])
         if (read := self._readers.get(number)) is None:
-            schema = self._ask(f"schemas/ids/{number}", number)
-            kind = schema.get("schemaType") or "AVRO"
-            references = [] if kind == "JSON" else list(self._references(schema, number))
-            try:
-                if kind == "JSON":
-                    read = _json
-                elif kind == "AVRO":
-                    read = _avro(schema["schema"], [found["schema"] for _, found in references])
-                elif kind == "PROTOBUF":
-                    files = [(name, self._serialized(found["id"])) for name, found in references]
-                    read = _protobuf(self._serialized(number), files, self.url)
-                else:
-                    raise TableError(
-                        f"schema {number} of the Schema Registry {self.url} is of kind {kind}, which is not read"
-                    )
-                self._readers[number] = read
-            except ImportError as error:  # which is no message's fault
-                raise TableError(f"schema {number}: {error}: pip install 'kafka-exactly-once[registry]'") from error
+            read = self._readers[number] = self._reader(number)
         try:
             return read(data[_HEADER_BYTES:])
         except Exception as error:
             raise BadRow(f"the data is not as schema {number} says: {str(error) or type(error).__name__}") from error
+
+    def _reader(self, number: int) -> Read:
+        schema = self._ask(f"schemas/ids/{number}", number)
+        kind = schema.get("schemaType") or "AVRO"
+        references = [] if kind == "JSON" else list(self._references(schema, number))
+        what = f"schema {number} of the Schema Registry {self.url}"
+        try:
+            if kind == "JSON":
+                return _json
+            if kind == "AVRO":
+                return _avro(schema["schema"], [found["schema"] for _, found in references])
+            if kind == "PROTOBUF":
+                files = [(name, self._serialized(found["id"])) for name, found in references]
+                return _protobuf(self._serialized(number), files, self.url)
+        except (BadRow, RegistryAway, TableError):
+            raise
+        except ImportError as error:  # which is no message's fault
+            raise TableError(f"schema {number}: {error}: pip install 'kafka-exactly-once[registry]'") from error
+        except Exception as error:
+            raise BadRow(f"{what} cannot be read: {type(error).__name__}: {error}") from error
+        raise TableError(f"{what} is of kind {kind}, which is not read")
 
     def _references(self, schema: Mapping[str, Any], number: int) -> Iterator[tuple[str, Mapping[str, Any]]]:
         """Yield the schemas that one refers to, those first that others need."""
@@ -204,7 +212,9 @@ class Registry:
                 if f'"error_code":{_UNKNOWN_SCHEMA}' in text.replace(" ", ""):
                     raise BadRow(f"{where} knows no schema {number}") from error
                 if error.code < _SERVER_ERROR and error.code not in _NOT_NOW:
-                    raise TableError(f"{where} refuses to give schema {number}: {error}: {cut(text)}") from error
+                    what = f"{where} refuses to give schema {number}: {error}: {cut(text)}"
+                    hint = "; basic.auth.user.info or bearer.auth.token lets one in" if error.code == _NOBODY else ""
+                    raise TableError(what + hint) from error
                 reasons.append(str(error))
             except (OSError, http.client.HTTPException, ValueError) as error:
                 reasons.append(f"{type(error).__name__}: {error}")
@@ -217,7 +227,7 @@ def _is_framed(data: Any) -> TypeGuard[bytes]:
 
 
 def _json(data: bytes) -> bytes:
-    msgspec.json.decode(data)  # or what is malformed would make the whole message so
+    refuse_malformed(data)
     return b'{"payload":%b}' % data
 
 
@@ -271,6 +281,9 @@ def _schema_of_avro(schema: Any, space: str, known: dict[str, Schema]) -> Schema
         full = full if "." in full or not space else f"{space}.{full}"
         known[full] = Schema(_PRIMITIVES.get(kind, kind))  # for one that holds itself
     logical = schema.get("logicalType")
+    is_no_uuid = logical == "uuid" and schema.get("size", _UUID_BYTES) != _UUID_BYTES
+    if is_no_uuid or kind not in _KINDS.get(logical, ("int", "long")):
+        logical = None
     name = schema.get("connect.name") or _LOGICAL.get("uuid-fixed" if (logical, kind) == ("uuid", "fixed") else logical)
     parameters = dict(schema.get("connect.parameters") or {})
     if logical == "decimal":
@@ -316,13 +329,11 @@ def _protobuf(text: str, references: list[tuple[str, str]], url: str) -> Read:
         for needed in file.dependency:
             try:
                 pool.FindFileByName(needed)
-            except KeyError:  # of those that come with Protobuf
-                add(needed, descriptor_pool.Default().FindFileByName(needed).serialized_pb)
+            except KeyError:  # of those to which no schema refers
+                add(needed, _built_in(needed))
         pool.Add(file)
         return file
 
-    for module in _WELL_KNOWN:
-        import_module(f"google.protobuf.{module}_pb2")
     try:
         for name, each in references:
             add(name, base64.b64decode(each, validate=True))
@@ -361,7 +372,31 @@ def _protobuf(text: str, references: list[tuple[str, str]], url: str) -> Read:
     return read
 
 
-_WELL_KNOWN = ("any", "duration", "empty", "field_mask", "struct", "timestamp", "wrappers")
+def _built_in(name: str) -> bytes:
+    """Return a file that schemas import without a reference, as every registry knows it.
+
+    :raises TableError: for one of Google's types whose package is not installed.
+    :raises LookupError: for any other file.
+    """
+    from google.protobuf import descriptor_pb2, descriptor_pool  # noqa: PLC0415
+
+    if name.startswith("google/"):
+        try:
+            import_module(f"{name.removesuffix('.proto').replace('/', '.')}_pb2")
+        except ImportError as error:
+            raise TableError(f"a schema imports {name}: pip install googleapis-common-protos") from error
+        known: bytes = descriptor_pool.Default().FindFileByName(name).serialized_pb
+        return known
+    file = descriptor_pb2.FileDescriptorProto(name=name, syntax="proto3")
+    if name == "confluent/type/decimal.proto":
+        file.package = "confluent.type"
+        decimal = file.message_type.add(name="Decimal")
+        for number, (field, kind) in enumerate((("value", 12), ("precision", 13), ("scale", 5)), 1):
+            decimal.field.add(name=field, number=number, type=kind, label=1)
+    elif name != "confluent/meta.proto":  # which holds options only, and they change no value
+        raise LookupError(f"it imports {name}, to which it has no reference")
+    made: bytes = file.SerializeToString()
+    return made
 
 
 def _message_path(data: bytes) -> tuple[tuple[int, ...], bytes]:
@@ -391,6 +426,10 @@ def _schema_of_protobuf(descriptor: Any) -> Schema:
             return Schema("string", name="io.debezium.time.ZonedTimestamp")
         if inner is not None and inner.full_name == "google.protobuf.Duration":
             return Schema("string", name="io.debezium.time.Interval")
+        if inner is not None and inner.full_name == "confluent.type.Decimal":
+            return Schema("struct", name="io.debezium.data.VariableScaleDecimal")
+        if inner is not None and inner.file.name == "google/protobuf/wrappers.proto":
+            return one(inner.fields_by_name["value"])
         return Schema(kinds.get(field.type, "map"))
 
     def of(field: Any) -> Schema:

@@ -17,6 +17,7 @@ from tests.cli.conftest import Command
 from tests.cli.test_sink import rows, send
 from tests.support.topics import create_topic
 from tests.support.waiting import until
+from tests.writer.test_envelopes import CONNECT, connect, field
 
 Database = psycopg.Connection[Any]
 TYPES = "SELECT attname, format_type(atttypid, -1) FROM pg_attribute WHERE attrelid = %s::regclass AND attnum > 0"
@@ -158,6 +159,24 @@ def test_nested_fields_get_types_from_their_values(
         "at": "timestamp with time zone",
         "missing": "jsonb",
     }
+
+
+def test_a_part_of_a_key_gets_the_type_that_its_schema_tells(
+    operate: Command, bootstrap_servers: str, source: str, db: Database
+) -> None:
+    fields = [
+        field("id", "int32"),
+        field("day", "int32", f"{CONNECT}Date"),
+        field("price", "bytes", f"{CONNECT}Decimal", parameters={"scale": "2"}),
+    ]
+    key = {"schema": {"type": "struct", "fields": fields}, "payload": {"id": 1, "day": 1, "price": "1234"}}
+    parts = [option for name in ("id", "day", "price") for option in ("--metadata", f"{name}=key:{name}")]
+    producer = Producer({"bootstrap.servers": bootstrap_servers})
+    producer.produce(source, json.dumps(connect({"v": 1})), json.dumps(key))
+    assert producer.flush(60) == 0
+    assert operate(*created(source), "--format", "connect", *parts).code == 0
+    assert types(db, source) == {"v": "bigint", "id": "integer", "day": "date", "price": "numeric", "rest": "jsonb"}
+    assert rows(db, source, "id, day::text, price::text, v") == [(1, "1970-01-02", "-26588.24", 1)]
 
 
 @pytest.mark.parametrize(

@@ -149,6 +149,7 @@ def test_a_delete_takes_its_key_from_the_row_where_the_message_has_none(table: s
         ("connect", "upsert", ({"id": 1}, {"id": 1}), "no schema and payload"),
         ("maxwell", "upsert", (None, {"type": "table-alter", "database": "d"}), "no change of a row by Maxwell"),
         ("connect", "upsert", ({"payload": {"no": 1}}, None), "a tombstone whose key has no id"),
+        ("canal", "upsert", (None, {"type": "UPDATE", "data": [{}, {}], "old": [{}]}), "data holds 2 rows, and old 1"),
     ],
 )
 def test_what_cannot_be_done_is_refused_and_named(
@@ -489,6 +490,62 @@ def test_a_value_of_a_logical_type_becomes_what_it_stands_for(
     found = db.execute(f"SELECT v::text, (%s::text::{column})::text FROM {name} ORDER BY id", (meant,)).fetchall()
     assert found[0][0] == found[0][1]
     assert found[1][0] is None
+
+
+@pytest.mark.parametrize(("column", "schema", "value", "meant"), TYPES, ids=lambda each: str(each)[:60])
+@pytest.mark.parametrize("is_bare", [False, True])
+def test_a_value_of_a_logical_type_stands_for_the_same_in_a_key(
+    is_bare: Any, column: str, schema: dict[str, Any], value: Any, meant: str, db: Database, name: str
+) -> None:
+    """A text, bytes or a document take a key that is one bare value as it was sent."""
+    if is_bare and column in ("text", "bytea", "json", "jsonb", "jsonb[]"):
+        return
+    db.execute(f"SET timezone = 'UTC'; CREATE TABLE {name} (k {column}, v int)")
+    struct, own = {"type": "struct", "fields": [schema]}, {"v": value}
+    key = {"schema": schema, "payload": value} if is_bare else {"schema": struct, "payload": own}
+    metadata = {"k": "key" if is_bare else "key:v"}
+    write(db, sink(name, "connect", "append", metadata=metadata), [messages((key, connect({"v": 1})))])
+    [found] = db.execute(f"SELECT k::text, (%s::text::{column})::text, v FROM {name}", (meant,)).fetchall()
+    assert found == (found[1], found[1], 1)
+
+
+def test_a_point_needs_nothing_but_its_place_where_no_table_is_known_yet() -> None:
+    """As in the sample of a topic, of which a table is made."""
+    kind = field("v", "struct", f"{DEBEZIUM}data.geometry.Point")
+    point = {"schema": {"type": "struct", "fields": [kind]}, "payload": {"v": {"x": 1.5, "y": -2, "wkb": None}}}
+    [(_, found)] = format_of("connect").read(messages((None, point))[0])
+    assert found == b'{"v":"(1.5,-2)"}'
+
+
+DECIMAL = field("price", "bytes", f"{CONNECT}Decimal", parameters={"scale": "2"})
+
+
+@pytest.mark.parametrize("metadata", [{}, {"price": "key"}, {"price": "key:price"}])
+def test_a_delete_finds_the_row_of_a_key_that_looks_like_another(
+    metadata: dict[str, str], db: Database, name: str
+) -> None:
+    """1234 in base64 is -26588.24 of two digits behind the point."""
+    db.execute(f"CREATE TABLE {name} (price numeric, day date, PRIMARY KEY (price)); INSERT INTO {name} VALUES (1234)")
+    key: Any = {"schema": DECIMAL, "payload": "1234"}
+    day = field("day", "int32", f"{CONNECT}Date")
+    if metadata == {"price": "key:price"}:
+        key = {"schema": {"type": "struct", "fields": [DECIMAL]}, "payload": {"price": "1234"}}
+    row = {"schema": {"type": "struct", "fields": [DECIMAL, day]}, "payload": {"price": "1234", "day": 1}}
+    write(db, sink(name, "connect", metadata=metadata), [messages((key, row))])
+    assert [price for price, _ in rows(db, name)] == [Decimal("-26588.24"), Decimal(1234)]
+    write(db, sink(name, "connect", metadata=metadata), [messages((key, None), start=1)])
+    assert [price for price, _ in rows(db, name)] == [Decimal(1234)]
+
+
+def test_a_key_of_a_field_and_a_part_of_the_messages_key_are_read_once_each(db: Database, name: str) -> None:
+    db.execute(f"CREATE TABLE {name} (price numeric, day date, PRIMARY KEY (price, day))")
+    fields = [DECIMAL, field("day", "int32", f"{CONNECT}Date")]
+    key = {"schema": {"type": "struct", "fields": fields}, "payload": {"price": "1234", "day": 1}}
+    row = {"schema": {"type": "struct", "fields": [DECIMAL]}, "payload": {"price": "1234"}}
+    write(db, sink(name, "connect", metadata={"day": "key:day"}), [messages((key, row))])
+    assert [str(day) for _, day in rows(db, name)] == ["1970-01-02"]
+    write(db, sink(name, "connect", metadata={"day": "key:day"}), [messages((key, None), start=1)])
+    assert rows(db, name) == []
 
 
 @pytest.mark.parametrize(

@@ -101,6 +101,25 @@ def test_what_is_no_json_in_a_line_is_refused_with_its_column(db: Database, name
     refused(db, name, {"format": "csv"}, message(b'1,""'), "column doc: ")
 
 
+@pytest.mark.parametrize("number", ["1e400", "1" * 5000, "1" * 400 + ".5"])
+def test_a_number_in_a_document_may_be_of_any_size(number: str, db: Database, name: str) -> None:
+    """Beyond a double, too; Postgres keeps all digits."""
+    db.execute(f"CREATE TABLE {name} (id text, data jsonb)")
+    document = b'{"a": %b}' % number.encode()
+    flow = {"format": "csv", "csv_columns": ("id", "data"), "csv_delimiter": ";"}
+    write(db, name, flow, message(b'1;"' + document.replace(b'"', b'""') + b'"'))
+    headers = [("ce_specversion", b"1.0"), ("ce_id", b"2"), ("ce_source", b"/"), ("ce_type", b"x")]
+    write(db, name, {"format": "cloudevents"}, message(document, headers=headers))
+    fields = [{"field": "id", "type": "string"}, {"field": "data", "type": "string", "name": "io.debezium.data.Json"}]
+    wrapped = {"schema": {"type": "struct", "fields": fields}, "payload": {"id": "3", "data": document.decode()}}
+    write(db, name, {"format": "connect"}, message(json.dumps(wrapped).encode()))
+    # A value that was left out has all others looked at.
+    left_out = b'{"payload": {"id": "4", "data": %b, "x": "__debezium_unavailable_value"}}' % document
+    write(db, name, {"format": "connect", "drop": ("x",)}, message(left_out))
+    same = f"data->'a' = to_jsonb('{number}'::numeric)"
+    assert rows(db, name, f"id, {same}") == [("1", True), ("2", True), ("3", True), ("4", True)]
+
+
 def test_lines_have_the_fields_that_the_table_had_when_the_sink_began() -> None:
     columns = [Column(name=n, type_name="text", base_name="text", type_oid=25) for n in "abc"]
     columns.append(Column(name="more", type_name="jsonb", base_name="jsonb", type_oid=3802))

@@ -240,6 +240,18 @@ def test_a_number_is_an_interval_where_its_unit_is_said(unit: Any, number: str, 
         rows(JsonDecoder(), table(a="interval"), sent)
 
 
+@pytest.mark.parametrize(("kind", "text"), [("time", "24:00:00"), ("timetz", "24:00:00+00:00")])
+def test_a_number_may_be_the_last_time_of_a_day(kind: str, text: str) -> None:
+    """As Debezium sends it without a schema."""
+    into = table(a=kind)
+    [row] = rows(JsonDecoder(epoch={"a": "us"}), into, {"a": 86_400_000_000})
+    assert row == (text,)
+    assert Plan(into, ["a"]).find_bad([row], messages({})) is None
+    for number in (-1, 86_400_000_001):
+        with pytest.raises(BadRow, match="us is no time of a day; a column of interval takes it"):
+            rows(JsonDecoder(epoch={"a": "us"}), into, {"a": number})
+
+
 def test_a_date_is_a_number_of_whole_days() -> None:
     decoder = JsonDecoder(epoch={"a": "s"})
     assert rows(decoder, table(a="date"), {"a": 2 * 86400}) == [(date(1970, 1, 3),)]
