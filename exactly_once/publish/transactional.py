@@ -107,7 +107,7 @@ class TransactionalProducer(Publisher):
         dedup: AnyFilter | Callable[[str], AnyFilter],
         **options: Unpack[PublishOptions],
     ) -> None:
-        check_options(options, PublishOptions.__annotations__)
+        check_options(kafka, options, PublishOptions)
         self.logs = self._logs
         self._turn = threading.RLock()  # again in a callback that close() calls: it is told that the producer is closed
         self._id = str(kafka.get("transactional.id") or "")
