@@ -17,7 +17,7 @@ from typing import Any, Literal, get_args
 from exactly_once._log import FIELDS
 from exactly_once._model import RangePolicy, StartPolicy
 from exactly_once.errors import ConfigurationError
-from exactly_once.kafka.settings import BROKERS, poll_interval_seconds
+from exactly_once.kafka.settings import check_brokers, poll_interval_seconds
 from exactly_once.ledger.dead_letters import DeadLetterLimit
 from exactly_once.ledger.migrate import check_schema_name
 from exactly_once.ledger.session import Connection, connector, server_of
@@ -93,12 +93,7 @@ def check_options(
 
     :raises ConfigurationError: naming the option, what was given and what is possible.
     """
-    if not isinstance(kafka, Mapping):
-        raise ConfigurationError(f"kafka={kafka!r} is not possible; give the settings of confluent-kafka, as a dict")
-    if not any(kafka.get(name) for name in BROKERS):
-        raise ConfigurationError(
-            'bootstrap.servers is missing from the Kafka settings: {"bootstrap.servers": "localhost:9092"}'
-        )
+    check_brokers(kafka)
     if (conninfo is None) == (connect is None):
         raise ConfigurationError("give one of conninfo= (a connection string) and connect= (a callable)")
     given = {**rest, "max_unit_seconds": max_unit_seconds, "claims_window": claims_window, "connect": connect}

@@ -107,6 +107,19 @@ def poll_interval_seconds(kafka: Mapping[str, Any]) -> float:
         ) from None
 
 
+def check_brokers(kafka: Mapping[str, Any]) -> None:
+    """Refuse settings that name no broker: a client would look for one for ever.
+
+    :raises ConfigurationError: as above.
+    """
+    if not isinstance(kafka, Mapping):
+        raise ConfigurationError(f"kafka={kafka!r} is not possible; give the settings of confluent-kafka, as a dict")
+    if not any(kafka.get(name) for name in BROKERS):
+        raise ConfigurationError(
+            'bootstrap.servers is missing from the Kafka settings: {"bootstrap.servers": "localhost:9092"}'
+        )
+
+
 def check_topics(topics: Sequence[str]) -> None:
     """Refuse what is no list of names; a single name would pass for a list of letters."""
     names: object = topics

@@ -13,6 +13,7 @@ from exactly_once.errors import ConfigurationError
 from .errors import InconsistentChain, KeyRefused, LimitReached
 from .filter import KeyState, MemoryFilter, State
 from .keys import INT64
+from .kinds import check_kinds
 from .snapshot import pack, unpack
 
 _KIND = "ChainFilter"
@@ -165,6 +166,7 @@ class ChainFilter(MemoryFilter[Link, Pair]):
     def __init__(
         self, *, dense: bool = False, first: int = 0, max_gaps: int = 10_000, on_full: GapPolicy = "treat_as_new"
     ) -> None:
+        check_kinds(ChainFilter.__init__, locals())
         super().__init__()
         if on_full not in get_args(GapPolicy):
             raise ConfigurationError(

@@ -9,13 +9,14 @@ from collections.abc import Iterable
 from hashlib import blake2b
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
-from exactly_once._log import about
+from exactly_once._log import about, named
 from exactly_once.errors import ConfigurationError
 
 from .errors import FilterUnavailable
 from .filter import ANSWERS, CHANGES, DUPLICATE, NEW, UNKNOWN, Change, Filter, KeyState, State, Stats
 from .guard import Guard
 from .keys import GivenKey, checked_all, encoded
+from .kinds import check_kinds
 
 if TYPE_CHECKING:
     from pymemcache.client.base import Client  # type: ignore[import-untyped]
@@ -74,13 +75,14 @@ class SharedSlotFilter(Filter[GivenKey]):
         on_unavailable: Literal["raise", "treat_as_new"] = "raise",
         hash_key: bytes = b"",
     ) -> None:
+        check_kinds(SharedSlotFilter.__init__, locals())
         if slots < 1:
             raise ConfigurationError(f"slots={slots!r} must be positive")
         if len(prefix) > _PREFIX or not all("!" <= character <= "~" for character in prefix):
             raise ConfigurationError(f"prefix={prefix!r}: memcached takes up to {_PREFIX} ASCII characters, no blanks")
-        if type(lease_seconds) is not int or not 0 < lease_seconds <= _LONGEST_LEASE:
+        if not 0 < lease_seconds <= _LONGEST_LEASE:
             raise ConfigurationError(
-                f"lease_seconds={lease_seconds!r} must be whole and from 1 to {_LONGEST_LEASE} (30 days): memcached "
+                f"lease_seconds={lease_seconds!r} must lie between 1 and {_LONGEST_LEASE} (30 days): memcached "
                 "takes more for a date"
             )
         if on_unavailable not in ("raise", "treat_as_new"):
@@ -91,6 +93,7 @@ class SharedSlotFilter(Filter[GivenKey]):
         except ImportError:
             raise ConfigurationError("pymemcache is missing: pip install 'kafka-exactly-once[memcached]'") from None
         self._errors = (MemcacheError, OSError)
+        self._server = server
         self._client: Client = Client(
             server, connect_timeout=timeout_seconds, timeout=timeout_seconds, no_delay=True, default_noreply=False
         )
@@ -237,7 +240,8 @@ class SharedSlotFilter(Filter[GivenKey]):
             return getattr(self._client, command)(*arguments)
         except self._errors as error:
             self._client.close()
-            raise FilterUnavailable(f"memcached cannot be asked: {error}") from error
+            host, port = self._server
+            raise FilterUnavailable(f"memcached at {host}:{port} cannot be asked: {named(error)}") from error
 
     def _name(self, slot: int) -> str:
         return f"{self._prefix}:{slot}"

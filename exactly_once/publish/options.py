@@ -8,8 +8,10 @@ from pathlib import Path
 from typing import Any, TypedDict
 
 from exactly_once.errors import ConfigurationError
+from exactly_once.kafka.settings import check_brokers
 
 from .keys import NAME, is_name
+from .kinds import check_kinds
 from .owners import PublishOwner
 from .snapshot import SnapshotStore
 
@@ -51,13 +53,19 @@ class DedupOptions(PublishOptions, total=False):
 _LEAST = {"snapshot_every": 1, "commit_messages": 1, "commit_seconds": 0}
 
 
-def check_options(options: Mapping[str, Any], known: Mapping[str, object]) -> None:
-    """Refuse an option that there is not, or a value that it cannot have.
+def check_options(kafka: Mapping[str, Any], options: Mapping[str, Any], takes: type) -> None:
+    """Refuse settings without a broker, an option that there is not, or a value that it cannot have.
 
     :raises ConfigurationError: naming the option.
     """
+    check_brokers(kafka)
+    known = takes.__annotations__
     if unknown := sorted(options.keys() - known.keys()):
         raise ConfigurationError(f"{unknown[0]}= is no option; there are {', '.join(known)}")
+    check_kinds(takes, options)
+    for pattern, is_on in options.get("topics", {}).items():
+        if not (isinstance(pattern, str) and isinstance(is_on, bool)):
+            raise ConfigurationError(f"topics={{{pattern!r}: {is_on!r}}} must be a pattern, and True or False")
     name, owner, since = (options.get(option) for option in ("producer_name", "owner", "published_since"))
     if name is not None and not is_name(name):
         raise ConfigurationError(f"producer_name={name!r} is not {NAME}; name the producer, in each life the same")

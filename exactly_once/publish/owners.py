@@ -18,6 +18,7 @@ from exactly_once.ledger.session import Connection
 from .errors import FilterUnavailable, NameTaken, ProducerFenced
 from .guard import Guard
 from .keys import NAME, is_name
+from .kinds import check_kinds
 from .store import Store
 
 logger = logging.getLogger(__name__)
@@ -80,6 +81,7 @@ class PublishOwner:
         schema: str = "exactly_once",
         migrate: bool = False,
     ) -> None:
+        check_kinds(PublishOwner.__init__, locals())
         if not 0 < lease_seconds <= threading.TIMEOUT_MAX:
             raise ConfigurationError(
                 f"lease_seconds={lease_seconds!r} must be positive, at most {threading.TIMEOUT_MAX:.0f}"
@@ -89,6 +91,7 @@ class PublishOwner:
                 raise ConfigurationError(f"{option}={given!r} is not {NAME}; leave it out, or give one")
         if exclusive and name is None:
             raise ConfigurationError("exclusive=True needs name=: a drawn name is nobody else's")
+        self._positions = _as_json((positions() if callable(positions) else positions) or {})
         self.store = Store(conninfo, connect=connect, schema=schema, migrate=migrate)
         self.name = name or f"publisher-{uuid4()}"
         self.is_named = bool(name)
@@ -97,7 +100,6 @@ class PublishOwner:
         self._given = positions
         # Where topics ended, and what was held then.
         self._seen: tuple[Positions, list[set[bytes]]] | None = None
-        self._positions = json.dumps((positions() if callable(positions) else positions) or {})
         self._renewed_at = time.monotonic()
         self._fenced = False
         self._closing = threading.Event()
@@ -238,8 +240,26 @@ class PublishOwner:
             self._seen = found, [holding.keys.copy() for holding in list(self._holdings.values())]
         held = [holding.keys.copy() for holding in list(self._holdings.values())]
         if self._seen and all(old.isdisjoint(now) for old, now in zip(self._seen[1], held, strict=False)):
-            self.store.run("publish_advance", owner=self.id, positions=json.dumps(self._seen[0]))
+            self.store.run("publish_advance", owner=self.id, positions=_as_json(self._seen[0]))
             self._seen = None
 
     def _about(self, action: str) -> dict[str, object]:
         return about(action) | {"producer": self.name, "owner": self.id}
+
+
+def _as_json(positions: Positions) -> str:
+    """Return positions as they are stored.
+
+    :raises ConfigurationError: for what nobody could read: no process could take over then.
+    """
+    given: object = positions
+    of_topics = given.values() if isinstance(given, Mapping) else [None]
+    if not all(isinstance(of_topic, Mapping) and all(map(_is_position, of_topic.items())) for of_topic in of_topics):
+        raise ConfigurationError(
+            f"positions={given!r} must be what end_positions() returns: {{topic: {{partition: offset}}}}"
+        )
+    return json.dumps(positions)
+
+
+def _is_position(given: tuple[object, object]) -> bool:
+    return given[0] == TOPIC_ID or all(type(number) is int and number >= 0 for number in given)

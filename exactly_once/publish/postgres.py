@@ -16,6 +16,7 @@ from exactly_once.errors import ConfigurationError
 from .errors import PublishError
 from .filter import ANSWERS, DUPLICATE, IN_FLIGHT, NEW, UNKNOWN, Change, Filter, KeyState, Resolved, State, Stats
 from .keys import NAME, GivenKey, Key, checked_all, encoded, is_name
+from .kinds import check_kinds
 from .owners import PublishOwner
 from .take_over import Found, TakeOver, TopicTakeOver
 from .window import Generations
@@ -58,6 +59,7 @@ class PostgresWindow(Filter[GivenKey]):
         take_over: TakeOver | None = None,
         cache_keys: int = 0,
     ) -> None:
+        check_kinds(PostgresWindow.__init__, locals())
         if not 0 < seconds <= _LONGEST_WINDOW:
             raise ConfigurationError(
                 f"seconds={seconds!r}: the window must be positive, and {_LONGEST_WINDOW} s (100 years) at most"

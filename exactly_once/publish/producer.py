@@ -65,7 +65,7 @@ class DedupProducer(Publisher):
         dedup: AnyFilter | Callable[[str], AnyFilter],
         **options: Unpack[DedupOptions],
     ) -> None:
-        check_options(options, DedupOptions.__annotations__)
+        check_options(kafka, options, DedupOptions)
         self._committer: Committer | None = None
         super().__init__(kafka, dedup=dedup, options=options)
 
@@ -136,6 +136,8 @@ class DedupProducer(Publisher):
         ready = self._ready(topic)
         given: list[Any] = list(messages)
         if dedup_keys is None and sequences is None:
+            if odd := [type(each).__name__ for each in given if not isinstance(each, ProducerRecord)]:
+                raise KeyRefused(f"a {odd[0]} has no identity: give dedup_keys= or sequences=, or take ProducerRecord")
             columns = self._columns(ready, given)
         else:
             nothing: list[Any] = [None] * len(given)

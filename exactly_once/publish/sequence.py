@@ -17,6 +17,7 @@ from exactly_once.errors import ConfigurationError
 from .errors import KeyRefused, LimitReached
 from .filter import MemoryFilter, State
 from .keys import INT64
+from .kinds import check_kinds
 
 # So many numbers that are done with are dropped together: one at a time, each would move all that follow.
 _COMPACT_AT = 4096
@@ -38,6 +39,7 @@ class SequenceFilter(MemoryFilter[int, int]):
     writes_key = True
 
     def __init__(self, *, max_outstanding: int = 1_000_000) -> None:
+        check_kinds(SequenceFilter.__init__, locals())
         super().__init__()
         self._max_outstanding = max_outstanding
         # Whose numbers these are, and in which topic, once a producer uses it.

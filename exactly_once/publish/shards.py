@@ -11,6 +11,7 @@ from exactly_once.errors import ConfigurationError
 from .errors import ProducerFenced
 from .filter import ANSWERS, DUPLICATE, IN_FLIGHT, NEW, UNKNOWN, Change, Filter, KeyState, Resolved, State, Stats
 from .keys import GivenKey, Key, checked_all, encoded
+from .kinds import check_kinds
 from .postgres import PostgresWindow
 
 # Where two databases know a key, what the later one here says holds.
@@ -47,6 +48,7 @@ class ShardedWindow(Filter[GivenKey]):
         version: int,
         previous: Mapping[str, PostgresWindow] | None = None,
     ) -> None:
+        check_kinds(ShardedWindow.__init__, locals())
         if not windows:
             raise ConfigurationError("a map of shards needs at least one")
         if not 0 < version < _INT32:

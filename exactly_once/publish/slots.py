@@ -17,6 +17,7 @@ from exactly_once.errors import ConfigurationError
 
 from .filter import MemoryFilter
 from .keys import GivenKey, Key, encoded
+from .kinds import check_kinds
 
 WAYS = (1, 2, 4, 8, 16)
 _STAMP_MASK = 0xFFFFFFFF
@@ -53,6 +54,7 @@ class SlotFilter(MemoryFilter[GivenKey, Key]):
         writes_key: bool = False,
         seed: int | None = None,
     ) -> None:
+        check_kinds(SlotFilter.__init__, locals())
         super().__init__()
         self.writes_key = writes_key
         _check(1, ways)

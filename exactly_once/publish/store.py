@@ -16,6 +16,7 @@ from exactly_once.ledger.session import Connection, Session, connector, execute
 
 from .errors import FilterUnavailable, ProducerFenced
 from .guard import Guard
+from .kinds import check_kinds
 
 T = TypeVar("T")
 Rows = Sequence[tuple[Any, ...]]
@@ -41,6 +42,7 @@ class Store:
         schema: str = "exactly_once",
         migrate: bool = False,
     ) -> None:
+        check_kinds(Store.__init__, locals())
         if (conninfo is None) == (connect is None):
             raise ConfigurationError("give one of conninfo= (a connection string) and connect= (a callable)")
         check_schema_name(schema)

@@ -10,6 +10,7 @@ from exactly_once._log import about
 from exactly_once._model import Partition
 
 from .headers import headers_of, key_of
+from .kinds import check_kinds
 from .owners import TOPIC_ID, DeadOwner, Positions
 from .tail import describe, ends_of, fence, id_of, read_tail, rest_of
 
@@ -49,6 +50,7 @@ class TopicTakeOver:
     """
 
     def __init__(self, kafka: Mapping[str, Any], *, seconds: float = 120.0) -> None:
+        check_kinds(TopicTakeOver.__init__, locals())
         self._kafka = dict(kafka)
         self._seconds = seconds
 

@@ -33,6 +33,7 @@ logger = logging.getLogger(__name__)
 
 _SECONDS = 60.0
 _ABORT_SECONDS = 5.0
+_POLL_SECONDS = 0.1
 # Of connections that end after a minute without traffic the client does not tell.
 _IDLE_SECONDS = 50.0
 _FENCED = frozenset((KafkaError._FENCED, KafkaError.PRODUCER_FENCED, KafkaError.INVALID_PRODUCER_EPOCH))  # noqa: SLF001
@@ -107,7 +108,7 @@ class TransactionalProducer(Publisher):
         dedup: AnyFilter | Callable[[str], AnyFilter],
         **options: Unpack[PublishOptions],
     ) -> None:
-        check_options(options, PublishOptions.__annotations__)
+        check_options(kafka, options, PublishOptions)
         self.logs = self._logs
         self._turn = threading.RLock()  # again in a callback that close() calls: it is told that the producer is closed
         self._id = str(kafka.get("transactional.id") or "")
@@ -229,6 +230,11 @@ class TransactionalProducer(Publisher):
         verdict, error = Outcome.UNKNOWN, None
         try:
             try:
+                # The client's own wait goes on behind a message that is refused: others would wait for their time-out.
+                while len(self._client) and not any(batch.errors for batch, _ in to_send):
+                    if (left := deadline - time.monotonic()) <= 0:
+                        break
+                    self._client.poll(min(left, _POLL_SECONDS))
                 self._client.commit_transaction(max(0.0, deadline - time.monotonic()))
                 verdict = Outcome.DELIVERED
             except KafkaException as exception:

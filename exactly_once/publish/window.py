@@ -10,6 +10,7 @@ from exactly_once.errors import ConfigurationError
 
 from .filter import Change, K, MemoryFilter
 from .keys import GivenKey, Key
+from .kinds import check_kinds
 
 
 class Generations(Generic[K]):
@@ -73,6 +74,7 @@ class WindowFilter(MemoryFilter[GivenKey, Key]):
         writes_key: bool = False,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        check_kinds(WindowFilter.__init__, locals())
         super().__init__()
         self.writes_key = writes_key
         if (keys is None) == (seconds is None):

@@ -16,13 +16,14 @@ LOWER = {"_failpoints", "_log", "_model", "errors", "kafka", "ledger"}
 PURE = {
     "filter",
     "keys",
+    "kinds",
     "window",
     "slots",
     "chain",
     "sequence",
 }
 HARMLESS = {"__future__", "abc", "array", "bisect", "collections", "collections.abc", "dataclasses", "enum", "hashlib"}
-HARMLESS |= {"contextlib", "itertools", "math", "operator", "secrets", "threading", "time", "typing", "uuid"}
+HARMLESS |= {"contextlib", "itertools", "math", "operator", "secrets", "threading", "time", "types", "typing", "uuid"}
 
 
 def imports_of(module: str) -> tuple[set[str], set[str], set[str]]:

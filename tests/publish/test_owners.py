@@ -90,9 +90,11 @@ def test_a_topic_that_was_made_a_moment_ago_is_waited_for(
 @pytest.mark.parametrize("name", ["", "a\0b", "caf\udce9", "\u00e9" * 513, b"x"])
 def test_what_can_be_no_name_is_refused(make_owner: MakeOwner, conninfo: str, name: Any) -> None:
     for option in ("name", "transactional_id"):
-        with pytest.raises(ConfigurationError, match=rf"{option}=.* is not a str of UTF-8 of 1 to 1024 bytes"):
+        with pytest.raises(
+            ConfigurationError, match=rf"{option}=.* (is not a str of UTF-8 of 1 to 1024 bytes|must be a str)"
+        ):
             PublishOwner(conninfo, **{option: name})
-    with pytest.raises(ConfigurationError, match=r"scope=.* is not a str of UTF-8"):
+    with pytest.raises(ConfigurationError, match=r"scope=.* (is not a str of UTF-8|must be a str)"):
         PostgresWindow(make_owner(), scope=name, seconds=WINDOW_SECONDS)
 
 
@@ -138,6 +140,14 @@ def test_a_name_whose_owner_crashed_is_waited_for(
         end_lease(db, crashed)
         assert starting.result(120).id != crashed.id
     assert waits() == 1
+
+
+@pytest.mark.parametrize("positions", ["earliest", [("orders", 0)], {"orders": 5}, {"orders": {"offsets": 0}}])
+def test_positions_that_nobody_could_read_are_refused(make_owner: MakeOwner, positions: Any) -> None:
+    """The take-over failed in other processes, each time that one of them needed a key of the dead owner."""
+    for given in (positions, lambda: positions):
+        with pytest.raises(ConfigurationError, match=r"^positions=.* must be "):
+            make_owner(positions=given)
 
 
 def test_a_database_that_is_away_at_the_start_is_told_as_later() -> None:

@@ -198,7 +198,8 @@ def test_memcached_that_is_gone_stops_publishing_or_lets_everything_through_by_c
         closed.reserve("a")
         closed.confirm("a")
         server.stop()
-        with pytest.raises(FilterUnavailable):
+        # The client's own error for a connection that the server has closed has no text.
+        with pytest.raises(FilterUnavailable, match=rf"memcached at 127.0.0.1:{server.port} .*: \w+Error: "):
             closed.reserve("a")
         assert opened.reserve_many(["a", "b"]) == [NEW, NEW]
         opened.confirm_many(["a", "b"])
@@ -278,7 +279,9 @@ def test_to_close_waits_for_one_command_and_not_for_a_batch() -> None:
     assert made.reserve("a") is NEW, "it may be used again"
 
 
-@pytest.mark.parametrize("options", [{"slots": 0}, {"slots": 1, "on_unavailable": "hope"}])
+@pytest.mark.parametrize(
+    "options", [{"slots": 0}, {"slots": 1, "on_unavailable": "hope"}, {"slots": 1, "lease_seconds": 0.5}]
+)
 def test_options_that_cannot_be_are_refused(options: dict[str, object]) -> None:
     with pytest.raises(ConfigurationError):
         SharedSlotFilter(("nowhere", 1), prefix="", **options)  # type: ignore[arg-type]
@@ -287,7 +290,7 @@ def test_options_that_cannot_be_are_refused(options: dict[str, object]) -> None:
 @pytest.mark.parametrize(
     "options",
     [{"prefix": "my orders"}, {"prefix": "größe"}, {"prefix": "x" * 231}]
-    + [{"prefix": "p", "lease_seconds": seconds} for seconds in (-5, 0, 0.5, 10**8)],
+    + [{"prefix": "p", "lease_seconds": seconds} for seconds in (-5, 0, 10**8)],
 )
 def test_what_memcached_cannot_keep_is_refused_at_once(options: dict[str, Any]) -> None:
     with pytest.raises(ConfigurationError, match="memcached takes"):

@@ -276,6 +276,20 @@ def test_a_message_refused_by_the_broker_aborts_all(
     assert values(proxied_broker.bootstrap_servers, topic) == [1]
 
 
+def test_messages_behind_a_refused_one_do_not_wait_for_their_time_out(bootstrap_servers: str, name: str) -> None:
+    """The client sends none of them any more, and its commit waited for them, and named its wait as the cause."""
+    small = create_topic(bootstrap_servers, 1, max_message_bytes="100000")
+    kafka = {"bootstrap.servers": bootstrap_servers, "transactional.id": name, "message.max.bytes": 5_000_000}
+    with TransactionalProducer(kafka, dedup=WindowFilter(keys=10)) as producer:
+        # One that fills a batch of its own is refused while the commit waits, and the batch behind it is not sent yet.
+        records = [(small, ProducerRecord(b"x" * (1_500_000 if n == 2 else 1), dedup_key=n)) for n in range(5)]
+        began = time.monotonic()
+        transaction = refused(producer, NotPersisted, *records)
+    assert time.monotonic() - began < 30
+    assert outcomes(transaction) == [Outcome.NOT_PERSISTED] * 5
+    assert "too large" in str(transaction.deliveries[0].error), "the acknowledged one tells why it was aborted"
+
+
 class Elsewhere(WindowFilter):
     """A filter in which another process holds the key 2."""
 

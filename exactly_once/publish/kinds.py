@@ -1,0 +1,35 @@
+"""Of what kind each option is: its annotation says that. No I/O."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from math import isnan
+from types import NoneType, UnionType
+from typing import Any, Union, get_args, get_origin, get_type_hints
+
+from exactly_once.errors import ConfigurationError
+
+_SAID = {bool: "True or False", int: "a whole number", float: "a number", str: "a str", NoneType: "None"}
+
+
+def check_kinds(takes: Callable[..., None] | type, given: Mapping[str, object]) -> None:
+    """Refuse an option of another kind than it is annotated with, where that is a class or several.
+
+    A text for a number is what an environment variable gives; and the text "false" would count as true.
+
+    :raises ConfigurationError: naming the option.
+    """
+    for name, hint in get_type_hints(takes).items():
+        if name not in given or name == "self":
+            continue
+        several: tuple[Any, ...] = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
+        kinds = [get_origin(kind) or kind for kind in several]
+        if not all(isinstance(kind, type) for kind in kinds):
+            continue
+        value = given[name]
+        allowed = (*kinds, int) if float in kinds else tuple(kinds)
+        is_no_number = isnan(value) if isinstance(value, float) else isinstance(value, bool) and bool not in kinds
+        if is_no_number or not isinstance(value, allowed):
+            what = " or ".join(_SAID.get(kind, f"a {kind.__name__}") for kind in kinds)
+            said = repr(value) if isinstance(value, str | float | int | None) else type(value).__name__
+            raise ConfigurationError(f"{name}={said} must be {what}")
