@@ -112,6 +112,7 @@ class Maintenance:
         self._asked: dict[str, Future[Any]] = {}
         # When the id of each topic is asked for again; a topic that is not in it is due.
         self._next_recheck: dict[str, float] = {}
+        self._unchecked: dict[str, type[Exception]] = {}
         # Until when an error makes no topic due again: one that repeats would ask with each message.
         self._hurried: dict[str, float] = {}
         # When the rows are read again without a lock, to notice a reset or a failover.
@@ -484,9 +485,14 @@ class Maintenance:
             # Of a topic that is gone Kafka takes the partitions away; one made again has another id.
             self.unreachable = str(error) if isinstance(error, BrokerUnreachable) else None
             extra = self._about("topic_unchecked") | {"topic": topic}
-            logger.warning("topic id of %r not checked this time: %s", topic, error, extra=extra)
+            # Asked for every few seconds, by each worker, for as long as a server or the topic is away.
+            level = logging.DEBUG if self._unchecked.get(topic) is type(error) else logging.WARNING
+            self._unchecked[topic] = type(error)
+            text = "topic id of %r not checked, repetitions are logged at DEBUG: %s"
+            logger.log(level, text, topic, error, extra=extra)
             return
         self.unreachable = None
+        self._unchecked.pop(topic, None)
         bad = {}
         for partition in [p for p in self.ownership.owned() if p.topic == topic]:
             state = self.ownership.states[partition]

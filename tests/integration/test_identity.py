@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import re
 import shlex
+import threading
 from typing import Any
 
 import psycopg
@@ -112,6 +113,28 @@ def test_topic_recreated_while_consuming_stops_the_iteration_for_good(
     assert (
         db.execute("SELECT FROM exactly_once.audit WHERE action <> 'register' AND group_id = %s", (name,)).rowcount == 0
     )
+
+
+def test_topic_that_is_gone_is_told_once_while_it_is_asked_for_again_and_again(
+    make_consumer: MakeConsumer,
+    bootstrap_servers: str,
+    topic: str,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(maintenance, "RECHECK_SECONDS", 0.1)
+    caplog.set_level(logging.DEBUG, logger="exactly_once")
+    consumer = make_consumer()
+    consumer.subscribe([topic])
+    drain(consumer)
+    delete(bootstrap_servers, topic)
+    stopping = threading.Timer(3, consumer.stop)
+    stopping.start()
+    assert list(consumer) == []
+    stopping.join()
+    levels = [r.levelno for r in caplog.records if getattr(r, "action", "") == "topic_unchecked"]
+    assert len(levels) > 2
+    assert levels == [logging.WARNING] + [logging.DEBUG] * (len(levels) - 1)
 
 
 @pytest.mark.fault("C5")
