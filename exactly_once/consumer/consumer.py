@@ -377,6 +377,7 @@ class ExactlyOnceConsumer:
         :meth:`stop` ends it always.
 
         :raises StartError: at such an end, when a partition could not be read: what it has was not applied.
+        :raises UnknownTopic: in place of such an end, when the topic of a log that was not read to its end is gone.
         """
         check_idle(idle_seconds)
         return self._units(

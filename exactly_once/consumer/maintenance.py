@@ -112,7 +112,8 @@ class Maintenance:
         self._asked: dict[str, Future[Any]] = {}
         # When the id of each topic is asked for again; a topic that is not in it is due.
         self._next_recheck: dict[str, float] = {}
-        self._unchecked: dict[str, type[Exception]] = {}
+        # Why the ids of topics could not be read the last time, and since when it is an error of that class.
+        self._unchecked: dict[str, tuple[Exception, float]] = {}
         # Until when an error makes no topic due again: one that repeats would ask with each message.
         self._hurried: dict[str, float] = {}
         # When the rows are read again without a lock, to notice a reset or a failover.
@@ -229,6 +230,13 @@ class Maintenance:
     @property
     def _finds_no_topic(self) -> bool:
         return self.absent.issuperset(self._assignment.topics)
+
+    def gone(self, topics: Iterable[str]) -> Exception | None:
+        """Return why nothing more comes from one of the topics: for a while, the cluster has had none of its name."""
+        for error, since in (self._unchecked[topic] for topic in topics if topic in self._unchecked):
+            if isinstance(error, UnknownTopic) and time.monotonic() - since >= SETTLE_SECONDS:
+                return error
+        return None
 
     def move_to_ends(self, *, released: bool = False) -> None:
         """Move the ledger to the ends of logs that are applied, behind what holds no message: commit markers, say.
@@ -486,8 +494,10 @@ class Maintenance:
             self.unreachable = str(error) if isinstance(error, BrokerUnreachable) else None
             extra = self._about("topic_unchecked") | {"topic": topic}
             # Asked for every few seconds, by each worker, for as long as a server or the topic is away.
-            level = logging.DEBUG if self._unchecked.get(topic) is type(error) else logging.WARNING
-            self._unchecked[topic] = type(error)
+            before, begun = self._unchecked.get(topic, (None, 0.0))
+            is_known = type(before) is type(error)
+            self._unchecked[topic] = (error, begun if is_known else time.monotonic())
+            level = logging.DEBUG if is_known else logging.WARNING
             text = "topic id of %r not checked, repetitions are logged at DEBUG: %s"
             logger.log(level, text, topic, error, extra=extra)
             return

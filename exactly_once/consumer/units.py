@@ -95,11 +95,22 @@ class Units:
         """Refuse to end as if all had been read.
 
         :raises StartError: of the first partition that cannot be read.
+        :raises UnknownTopic: when the topic of one that was not read to its end is gone.
         """
         for partition in self._ownership.bad():
             error = self._ownership.states[partition].error
             assert error is not None
             raise error
+        if (gone := self._gone()) is not None:
+            raise gone
+
+    def _gone(self) -> Exception | None:
+        """Return why an end that is waited for cannot come, if its topic is gone."""
+        if not self.until_end and self._idle_seconds is None:
+            return None
+        states = self._ownership.states
+        left = {p.topic for p, h in states.items() if h.positioned and (h.stop_at is None or h.applied < h.stop_at)}
+        return self._maintenance.gone(left)
 
     def has_read_all(self, until: Callable[[PartitionState], int] = lambda state: state.read) -> bool:
         """Tell whether nothing more is to come before the ends, be it applied or not.
@@ -117,6 +128,8 @@ class Units:
 
         ``since`` is when partitions were paused for the last time.
         """
+        if self._gone() is not None:
+            return True  # which is refused
         # Nothing held is also what a member has before and between assignments, and says nothing of what is to come.
         states = self._ownership.states
         can_read = all(h.positioned or h.phase is Phase.BAD for h in states.values())

@@ -12,7 +12,7 @@ import psycopg
 import pytest
 from confluent_kafka.admin import AdminClient
 
-from exactly_once import ClusterChanged, ExactlyOnceConsumer, TopicRecreated
+from exactly_once import ClusterChanged, ExactlyOnceConsumer, TopicRecreated, UnknownTopic
 from exactly_once.cli import main
 from exactly_once.consumer import maintenance
 from exactly_once.embedded import Kafka
@@ -135,6 +135,34 @@ def test_topic_that_is_gone_is_told_once_while_it_is_asked_for_again_and_again(
     levels = [r.levelno for r in caplog.records if getattr(r, "action", "") == "topic_unchecked"]
     assert len(levels) > 2
     assert levels == [logging.WARNING] + [logging.DEBUG] * (len(levels) - 1)
+
+
+@pytest.mark.parametrize("end", [{"until_end": True}, {"idle_seconds": 1}], ids=str)
+def test_an_end_that_the_log_of_a_deleted_topic_would_have_is_not_waited_for(
+    make_consumer: MakeConsumer,
+    bootstrap_servers: str,
+    topic: str,
+    monkeypatch: pytest.MonkeyPatch,
+    end: dict[str, Any],
+) -> None:
+    monkeypatch.setattr(maintenance, "RECHECK_SECONDS", 0.1)
+    monkeypatch.setattr(maintenance, "SETTLE_SECONDS", 1.0)
+    produce(bootstrap_servers, topic, 10, 1, start=10)
+    # The client has the first ten when the topic goes, and not the others.
+    consumer = make_consumer({"fetch.message.max.bytes": 1, "queued.min.messages": 1}, max_messages=1)
+    consumer.subscribe([topic])
+    units = consumer.units(**end)
+    with next(units):
+        delete(bootstrap_servers, topic)
+
+    def go_on() -> None:
+        for unit in units:
+            with unit:
+                pass
+
+    for _ in range(2):  # as often as somebody asks
+        with pytest.raises(UnknownTopic, match=topic):
+            go_on()
 
 
 @pytest.mark.fault("C5")
