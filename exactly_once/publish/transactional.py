@@ -33,7 +33,7 @@ logger = logging.getLogger(__name__)
 
 _SECONDS = 60.0
 _ABORT_SECONDS = 5.0
-_POLL_SECONDS = 0.1
+_FLUSH_SECONDS = 0.1
 # Of connections that end after a minute without traffic the client does not tell.
 _IDLE_SECONDS = 50.0
 _FENCED = frozenset((KafkaError._FENCED, KafkaError.PRODUCER_FENCED, KafkaError.INVALID_PRODUCER_EPOCH))  # noqa: SLF001
@@ -234,7 +234,7 @@ class TransactionalProducer(Publisher):
                 while len(self._client) and not any(batch.errors for batch, _ in to_send):
                     if (left := deadline - time.monotonic()) <= 0:
                         break
-                    self._client.poll(min(left, _POLL_SECONDS))
+                    self._client.flush(min(left, _FLUSH_SECONDS))  # unlike poll() it lets nothing linger
                 self._client.commit_transaction(max(0.0, deadline - time.monotonic()))
                 verdict = Outcome.DELIVERED
             except KafkaException as exception:
