@@ -80,6 +80,7 @@ def test_a_wait_for_our_own_row_is_not_the_handlers_fault(scene: Scene) -> None:
     assert consumer.counters.redelivered == 0
 
 
+@pytest.mark.timeout(90)  # where each end of a session is trouble it never idles
 def test_a_session_that_is_ended_for_idling_is_opened_anew_without_a_word(
     scene: Scene, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
