@@ -17,6 +17,7 @@ from typing import Any, Literal, get_args
 from exactly_once._log import FIELDS
 from exactly_once._model import RangePolicy, StartPolicy
 from exactly_once.errors import ConfigurationError
+from exactly_once.kafka.kinds import check_kinds
 from exactly_once.kafka.settings import check_brokers, poll_interval_seconds
 from exactly_once.ledger.dead_letters import DeadLetterLimit
 from exactly_once.ledger.migrate import check_schema_name
@@ -36,21 +37,17 @@ _LAZY = (inspect.iscoroutinefunction, inspect.isgeneratorfunction, inspect.isasy
 _INSTANCE = re.compile(r"(-[bcdfghjklmnpqrstvwxz0-9]{5,10}){1,2}$|[-_.]?\d+$")
 
 
-# Of what kind each option is that is compared or stored: a text for a number is what an environment variable gives.
-_KINDS: tuple[tuple[str, Any, str], ...] = (
-    ("max_messages", int, "a whole number"),
-    ("max_bytes", int, "a whole number"),
-    ("linger_seconds", int | float, "a number of seconds"),
-    ("startup_seconds", int | float, "a number of seconds"),
-    ("max_unit_seconds", int | float | None, "a number of seconds, or None"),
-    ("claims_window", timedelta | int | float | None, "a timedelta or seconds; None holds keys for ever"),
-    ("name", str | None, "a text, or None"),
-    ("application", str | None, "a text, or None"),
-    ("schema", str, "a text"),
-    ("connect", Callable | None, "a callable that returns a connection"),
-    # A text such as "no", from a file or the environment, would be true.
-    *((name, bool, "True or False") for name in ("stop_on_bad_partition", "take_over", "wait_for_topics", "migrate")),
-)
+# How an error names the kinds of these options; of the others it takes the words of the annotation.
+_SAID = {
+    "linger_seconds": "a number of seconds",
+    "startup_seconds": "a number of seconds",
+    "max_unit_seconds": "a number of seconds, or None",
+    "claims_window": "a timedelta or seconds; None holds keys for ever",
+    "name": "a text, or None",
+    "application": "a text, or None",
+    "schema": "a text",
+    "connect": "a callable that returns a connection",
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,10 +93,9 @@ def check_options(
     check_brokers(kafka)
     if (conninfo is None) == (connect is None):
         raise ConfigurationError("give one of conninfo= (a connection string) and connect= (a callable)")
-    given = {**rest, "max_unit_seconds": max_unit_seconds, "claims_window": claims_window, "connect": connect}
-    for name, kinds, what in _KINDS:
-        if isinstance(given[name], bool) is not (kinds is bool) or not isinstance(given[name], kinds):
-            raise ConfigurationError(f"{name}={given[name]!r} must be {what}")
+    check_kinds(Options, rest, _SAID)
+    own = {"max_unit_seconds": max_unit_seconds, "claims_window": claims_window, "connect": connect}
+    check_kinds(check_options, own, _SAID)
     record = logging.getLogRecordFactory()(__name__, logging.DEBUG, __file__, 0, "", (), None)
     if taken := [name for name in FIELDS if name in vars(record)]:
         raise ConfigurationError(

@@ -9,11 +9,11 @@ from collections.abc import Collection, Iterable, Sequence
 from typing import Any, Literal, NamedTuple, cast, get_args
 
 from exactly_once.errors import ConfigurationError
+from exactly_once.kafka.kinds import check_kinds
 
 from .errors import InconsistentChain, KeyRefused, LimitReached
 from .filter import KeyState, MemoryFilter, State
 from .keys import INT64
-from .kinds import check_kinds
 from .snapshot import pack, unpack
 
 _KIND = "ChainFilter"

@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any, TypedDict
 
 from exactly_once.errors import ConfigurationError
+from exactly_once.kafka.kinds import check_kinds
 from exactly_once.kafka.settings import check_brokers
 
 from .keys import NAME, is_name
-from .kinds import check_kinds
 from .owners import PublishOwner
 from .snapshot import SnapshotStore
 

@@ -13,12 +13,12 @@ from uuid import uuid4
 
 from exactly_once._log import about, named
 from exactly_once.errors import ConfigurationError
+from exactly_once.kafka.kinds import check_kinds
 from exactly_once.ledger.session import Connection
 
 from .errors import FilterUnavailable, NameTaken, ProducerFenced
 from .guard import Guard
 from .keys import NAME, is_name
-from .kinds import check_kinds
 from .store import Store
 
 logger = logging.getLogger(__name__)

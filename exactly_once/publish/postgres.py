@@ -12,11 +12,11 @@ import psycopg
 
 from exactly_once._log import about
 from exactly_once.errors import ConfigurationError
+from exactly_once.kafka.kinds import check_kinds
 
 from .errors import PublishError
 from .filter import ANSWERS, DUPLICATE, IN_FLIGHT, NEW, UNKNOWN, Change, Filter, KeyState, Resolved, State, Stats
 from .keys import NAME, GivenKey, Key, checked_all, encoded, is_name
-from .kinds import check_kinds
 from .owners import PublishOwner
 from .take_over import Found, TakeOver, TopicTakeOver
 from .window import Generations

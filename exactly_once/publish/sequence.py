@@ -13,11 +13,11 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from operator import lt
 
 from exactly_once.errors import ConfigurationError
+from exactly_once.kafka.kinds import check_kinds
 
 from .errors import KeyRefused, LimitReached
 from .filter import MemoryFilter, State
 from .keys import INT64
-from .kinds import check_kinds
 
 # So many numbers that are done with are dropped together: one at a time, each would move all that follow.
 _COMPACT_AT = 4096

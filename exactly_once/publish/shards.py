@@ -7,11 +7,11 @@ from dataclasses import fields
 from hashlib import blake2b
 
 from exactly_once.errors import ConfigurationError
+from exactly_once.kafka.kinds import check_kinds
 
 from .errors import ProducerFenced
 from .filter import ANSWERS, DUPLICATE, IN_FLIGHT, NEW, UNKNOWN, Change, Filter, KeyState, Resolved, State, Stats
 from .keys import GivenKey, Key, checked_all, encoded
-from .kinds import check_kinds
 from .postgres import PostgresWindow
 
 # Where two databases know a key, what the later one here says holds.

@@ -14,10 +14,10 @@ from hashlib import blake2b
 from typing import Literal
 
 from exactly_once.errors import ConfigurationError
+from exactly_once.kafka.kinds import check_kinds
 
 from .filter import MemoryFilter
 from .keys import GivenKey, Key, encoded
-from .kinds import check_kinds
 
 WAYS = (1, 2, 4, 8, 16)
 _STAMP_MASK = 0xFFFFFFFF

@@ -10,13 +10,13 @@ import psycopg
 from psycopg.pq import TransactionStatus
 
 from exactly_once.errors import ConfigurationError
+from exactly_once.kafka.kinds import check_kinds
 from exactly_once.ledger import migrate as schemas
 from exactly_once.ledger.migrate import check_schema_name
 from exactly_once.ledger.session import Connection, Session, connector, execute
 
 from .errors import FilterUnavailable, ProducerFenced
 from .guard import Guard
-from .kinds import check_kinds
 
 T = TypeVar("T")
 Rows = Sequence[tuple[Any, ...]]

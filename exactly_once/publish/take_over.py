@@ -8,9 +8,9 @@ from typing import Any, NamedTuple
 
 from exactly_once._log import about
 from exactly_once._model import Partition
+from exactly_once.kafka.kinds import check_kinds
 
 from .headers import headers_of, key_of
-from .kinds import check_kinds
 from .owners import TOPIC_ID, DeadOwner, Positions
 from .tail import describe, ends_of, fence, id_of, read_tail, rest_of
 

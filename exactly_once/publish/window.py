@@ -7,10 +7,10 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Generic
 
 from exactly_once.errors import ConfigurationError
+from exactly_once.kafka.kinds import check_kinds
 
 from .filter import Change, K, MemoryFilter
 from .keys import GivenKey, Key
-from .kinds import check_kinds
 
 
 class Generations(Generic[K]):

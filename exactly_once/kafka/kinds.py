@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from math import isnan
-from types import NoneType, UnionType
+from types import MappingProxyType, NoneType, UnionType
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
 from exactly_once.errors import ConfigurationError
@@ -12,10 +12,13 @@ from exactly_once.errors import ConfigurationError
 _SAID = {bool: "True or False", int: "a whole number", float: "a number", str: "a str", NoneType: "None"}
 
 
-def check_kinds(takes: Callable[..., None] | type, given: Mapping[str, object]) -> None:
+def check_kinds(
+    takes: Callable[..., object], given: Mapping[str, object], said: Mapping[str, str] = MappingProxyType({})
+) -> None:
     """Refuse an option of another kind than it is annotated with, where that is a class or several.
 
-    A text for a number is what an environment variable gives; and the text "false" would count as true.
+    A text for a number is what an environment variable gives; and the text "false" would count as true. ``said`` names
+    the kinds of some options in other words; those refuse NaN by their ranges.
 
     :raises ConfigurationError: naming the option.
     """
@@ -28,8 +31,8 @@ def check_kinds(takes: Callable[..., None] | type, given: Mapping[str, object]) 
             continue
         value = given[name]
         allowed = (*kinds, int) if float in kinds else tuple(kinds)
-        is_no_number = isnan(value) if isinstance(value, float) else isinstance(value, bool) and bool not in kinds
-        if is_no_number or not isinstance(value, allowed):
-            what = " or ".join(_SAID.get(kind, f"a {kind.__name__}") for kind in kinds)
-            said = repr(value) if isinstance(value, str | float | int | None) else type(value).__name__
-            raise ConfigurationError(f"{name}={said} must be {what}")
+        is_nan = isinstance(value, float) and isnan(value) and name not in said
+        if is_nan or (isinstance(value, bool) and bool not in kinds) or not isinstance(value, allowed):
+            what = said.get(name) or " or ".join(_SAID.get(kind, f"a {kind.__name__}") for kind in kinds)
+            found = repr(value) if isinstance(value, str | float | int | None) else type(value).__name__
+            raise ConfigurationError(f"{name}={found} must be {what}")
