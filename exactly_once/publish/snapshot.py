@@ -40,8 +40,7 @@ class SnapshotFile:
 
     def __init__(self, path: str | Path) -> None:
         self._path = Path(path)
-        if not self._path.parent.is_dir():
-            raise ConfigurationError(f"snapshots in {self._path}: there is no directory {self._path.parent}")
+        self._check_directory()
 
     def __repr__(self) -> str:
         return f"SnapshotFile({str(self._path)!r})"
@@ -54,7 +53,11 @@ class SnapshotFile:
             return None
 
     def save(self, data: bytes) -> None:
-        """Write beside the file, sync, and rename over it."""
+        """Write beside the file, sync, and rename over it.
+
+        :raises ConfigurationError: when its directory is gone.
+        """
+        self._check_directory()
         handle, name = tempfile.mkstemp(prefix=f".{self._path.name}-", dir=self._path.parent)
         try:
             with os.fdopen(handle, "wb") as file:
@@ -71,6 +74,10 @@ class SnapshotFile:
             os.fsync(directory)
         finally:
             os.close(directory)
+
+    def _check_directory(self) -> None:
+        if not self._path.parent.is_dir():
+            raise ConfigurationError(f"snapshots in {self._path}: there is no directory {self._path.parent}. Make it")
 
 
 def pack(kind: str, content: dict[str, Any]) -> bytes:

@@ -42,6 +42,19 @@ def test_a_directory_that_is_not_there_is_named_at_once(tmp_path: Path) -> None:
         SnapshotFile(tmp_path / "missing" / "snapshot")
 
 
+def test_a_directory_that_is_gone_is_named_when_the_next_snapshot_is_made(tmp_path: Path) -> None:
+    """As of a volume that was unmounted while the producer runs."""
+    directory = tmp_path / "volume"
+    directory.mkdir()
+    file = SnapshotFile(directory / "snapshot")
+    directory.rmdir()
+    with pytest.raises(ConfigurationError, match=rf"snapshots in .*: there is no directory {directory}\. Make it"):
+        file.save(b"one")
+    directory.mkdir()
+    file.save(b"one")
+    assert file.load() == b"one"
+
+
 def test_the_last_snapshot_is_what_is_there(tmp_path: Path) -> None:
     file = SnapshotFile(tmp_path / "snapshot")
     file.save(b"one")
