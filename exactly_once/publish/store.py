@@ -26,6 +26,8 @@ _OLD_MAP = "EO005"
 # A server that takes no writes is a standby, or a primary that was one before: another connection may lead elsewhere.
 _AWAY = (psycopg.OperationalError, psycopg.errors.ReadOnlySqlTransaction)
 
+# What may be different on the next connection; at the start nobody would close this one.
+_REFUSALS = (psycopg.errors.ReadOnlySqlTransaction, psycopg.errors.InsufficientPrivilege)
 
 class Store:
     """Runs named queries, each its own transaction; one thread at a time.
@@ -56,15 +58,12 @@ class Store:
                 schemas.migrate(connection, schema)
             schemas.check(connection, schema)
 
-        try:
-            self._use(prepare)
-        except _AWAY as error:
-            raise self._translated(error) from error
+        self.each(prepare)
 
     def run(self, name: str, /, **parameters: Any) -> Rows:
         """Run a query and return its rows.
 
-        :raises FilterUnavailable: when the database cannot be asked.
+        :raises FilterUnavailable: when the database cannot be asked, or its role lacks grants.
         :raises ProducerFenced: when the owner that the query names was fenced.
         """
         return self.each(lambda connection: self.on(connection, name, **parameters))
@@ -111,15 +110,14 @@ class Store:
                     self.on(connection, "publish_durably")
                     return work(connection)
             except psycopg.Error as error:
-                if self._session.lost or isinstance(error, psycopg.errors.ReadOnlySqlTransaction):
+                if self._session.lost or isinstance(error, _REFUSALS):
                     self._session.discard()
                 raise
             except BaseException:
                 self._session.discard()  # an interruption may have left an answer on the wire
                 raise
 
-    @staticmethod
-    def _translated(error: psycopg.Error) -> Exception:
+    def _translated(self, error: psycopg.Error) -> Exception:
         if error.sqlstate == _OLD_MAP:
             return ProducerFenced(str(error.diag.message_primary))
         if error.sqlstate == _FENCED:
@@ -127,3 +125,9 @@ class Store:
         if isinstance(error, _AWAY):
             return FilterUnavailable(f"the database of the filter cannot be asked: {error}")
         return error
+        if isinstance(error, psycopg.errors.InsufficientPrivilege):
+            return FilterUnavailable(
+                f"the database of the filter cannot be asked: its role lacks grants: {error.diag.message_primary}. "
+                f"{command('migrate', None, self.schema, '--role', 'NAME')} gives a role all that it needs, or prints "
+                "them (--sql)"
+            )

@@ -14,9 +14,12 @@ from confluent_kafka import Producer
 
 from exactly_once import ConfigurationError, UnknownTopic
 from exactly_once.kafka.admin import Cluster, Topic
+from exactly_once.ledger.sql import grants
 from exactly_once.publish import (
+    DedupProducer,
     FilterUnavailable,
     NameTaken,
+    OutcomeUnknown,
     PostgresWindow,
     PublishOwner,
     State,
@@ -30,6 +33,7 @@ from exactly_once.publish.owners import TOPIC_ID
 from tests.publish.conftest import WINDOW_SECONDS, MakeOwner
 from tests.publish.test_postgres_window import end_lease
 from tests.publish.test_sequences_on_broker import delete_all
+from tests.support.roles import as_role
 from tests.support.topics import create_topic
 from tests.support.waiting import until
 
@@ -172,6 +176,32 @@ def test_a_connection_in_an_open_transaction_is_refused(conninfo: str, kind: Cal
         given.append(psycopg.connect(conninfo))
         given[-1].execute("SELECT 1")
         return given[-1]
+
+def test_a_role_without_grants_is_told_what_gives_them(
+    make_owner: MakeOwner, db: psycopg.Connection[Any], own_schema: str, conninfo: str, name: str
+) -> None:
+    """At the start, and where they are taken away later: nothing is sent, and what was sent waits to be marked."""
+    role = f"{name}_ungranted"
+    db.execute(f'CREATE ROLE "{role}" LOGIN'.encode())
+    theirs, command = as_role(conninfo, role), rf"lacks grants.*exactly-once migrate --schema {own_schema} --role NAME"
+    with pytest.raises(FilterUnavailable, match=command):
+        Store(theirs, schema=own_schema)
+    db.execute(grants(own_schema, role))
+    made = PostgresWindow(make_owner(conninfo=theirs, schema=own_schema), scope="t", seconds=WINDOW_SECONDS)
+    nowhere = {"bootstrap.servers": "127.0.0.1:1", "message.timeout.ms": 300, "log_level": 0}
+    producer = DedupProducer(nowhere, dedup=made)
+    sent = producer.produce("t", b"x", dedup_key=1)
+    db.execute(f'REVOKE ALL ON ALL TABLES IN SCHEMA "{own_schema}" FROM "{role}"'.encode())
+    with pytest.raises(FilterUnavailable, match=command):
+        made.reserve(2)
+    with pytest.raises(OutcomeUnknown):
+        sent.result(60)
+    assert producer._topics["t"].in_flight.keys() == {1}
+    db.execute(grants(own_schema, role))
+    until(lambda: producer.poll() or not producer._topics["t"].in_flight, 60, "the mark")
+    assert made.reserve_many([1, 2]) == [State.UNKNOWN, State.NEW]
+    producer.close()
+
 
     with pytest.raises(ConfigurationError, match="open transaction"):
         kind(connect=connect)
