@@ -160,14 +160,12 @@ class SharedSlotFilter(Filter[GivenKey]):
                 # is in flight until the end of its lease.
                 for _, digest in places if change != "reserve" else ():
                     self._settle_held(change, digest, is_told=False)
-                left = answers.count(None)
-                self._failed_open += left
-                logger.warning(
-                    "the shared slots are away: %s keys are let through: %s",
-                    left,
-                    error,
-                    extra=about("keys_let_through"),
-                )
+                left, what = answers.count(None), "outcomes are not stored"
+                if change == "reserve":
+                    self._failed_open += left
+                    what = "keys are let through"
+                said = "the shared slots are away: %s %s: %s"
+                logger.warning(said, left, what, error, extra=about("keys_let_through"))
         return answers
 
     def _pass(
