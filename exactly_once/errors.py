@@ -225,7 +225,7 @@ class InstanceFenced(ExactlyOnceError):
 
 
 class ClientFailed(ExactlyOnceError):
-    """librdkafka reported a fatal error; make a new consumer."""
+    """librdkafka reported a fatal error; make a new consumer or producer."""
 
 
 class Redelivered(ExactlyOnceError, psycopg.OperationalError):

@@ -8,13 +8,12 @@ import math
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any, Unpack
 
 from confluent_kafka import KafkaError, KafkaException
 
 from exactly_once._log import about
-from exactly_once.errors import BrokerUnreachable
+from exactly_once.errors import BrokerUnreachable, ClientFailed
 
 from .chain import Link
 from .delivery import Batch, Callback, Delivery, Outcome, Payload, outcome_of
@@ -23,9 +22,9 @@ from .filter import NoFilter
 from .headers import Headers, kept
 from .keys import GivenKey, checked
 from .options import DedupOptions, check_options
-from .publisher import AnyFilter, ProducerRecord, Publisher, ToSend
+from .publisher import AnyFilter, ProducerRecord, Publisher, ToSend, check_fatal, error_of
 from .topic import Columns
-from .transactional import TransactionalProducer, conclude, error_of
+from .transactional import TransactionalProducer, conclude
 
 logger = logging.getLogger(__name__)
 
@@ -36,6 +35,7 @@ _SECONDS = 60.0
 # Between two attempts: brokers that refuse at once are not asked without end.
 _PAUSE_SECONDS = 0.2
 _ANY_ORDER = contextlib.nullcontext()
+_UNSENT = (KafkaException, ClientFailed, BufferError, BrokerUnreachable, TailHidden, TypeError, ValueError)
 
 
 class DedupProducer(Publisher):
@@ -107,6 +107,7 @@ class DedupProducer(Publisher):
                     self._client.produce(topic, value, key, -1, batch.callback_of(place))  # type: ignore[arg-type]
                 except BaseException as error:
                     ready.hand_over_failed(batch, (place,), error)
+                    check_fatal(error)
                     raise
         return delivery
 
@@ -188,18 +189,18 @@ class DedupProducer(Publisher):
             inner.find_seconds = min(_SECONDS, timeout_ms / 1000)
             inner.logs = self._logs
             self._committer = Committer(
-                producer=inner,
+                inner,
                 messages=options.get("commit_messages", 5000),
                 seconds=options.get("commit_seconds", 0.5),
                 timeout=timeout_ms / 1000,
             )
         return True
 
-    def _nothing_arrives(self) -> contextlib.AbstractContextManager[None]:
-        return super()._nothing_arrives() if self._committer is None else self._committer.producer.nothing_arrives()
+    def nothing_arrives(self) -> contextlib.AbstractContextManager[None]:
+        """See to it that nothing of its numbered messages arrives meanwhile."""
+        return super().nothing_arrives() if self._committer is None else self._committer.producer.nothing_arrives()
 
 
-@dataclass(kw_only=True)
 class Committer:
     """Collects numbered messages and publishes them in transactions; those of one that surely failed are sent again.
 
@@ -207,22 +208,22 @@ class Committer:
     what a killed one has put into a leader's log is decided before its successor reads it.
     """
 
-    producer: TransactionalProducer
-    messages: int
-    seconds: float
-    timeout: float
-    """In seconds: for so long a message is tried."""
-    _collected: list[tuple[Batch, list[int]]] = field(init=False, default_factory=list)
-    # What is being published, or was by somebody who was interrupted; cleared when all of it is concluded.
-    _publishing: list[tuple[Batch, list[int]]] = field(init=False, default_factory=list)
-    # How many messages are in the two.
-    _count: int = field(init=False, default=0)
-    # When the first of ``_collected`` came.
-    _since: float = field(init=False, default=0.0)
-    # For ``_collected``.
-    _adding: threading.Lock = field(init=False, default_factory=threading.Lock)
-    # Held while messages are published.
-    _lock: threading.Lock = field(init=False, default_factory=threading.Lock)
+    def __init__(self, producer: TransactionalProducer, *, messages: int, seconds: float, timeout: float) -> None:
+        self.producer = producer
+        self.messages, self.seconds = messages, seconds
+        # In seconds: for so long a message is tried.
+        self.timeout = timeout
+        self._collected: list[tuple[Batch, list[int]]] = []
+        # What is being published, or was by somebody who was interrupted; cleared when all of it is concluded.
+        self._publishing: list[tuple[Batch, list[int]]] = []
+        # How many messages are in the two.
+        self._count = 0
+        # When the first of ``_collected`` came.
+        self._since = 0.0
+        # For ``_collected``.
+        self._adding = threading.Lock()
+        # Held while messages are published.
+        self._lock = threading.Lock()
 
     def __len__(self) -> int:
         return self._count
@@ -283,25 +284,24 @@ class Committer:
         except ProducerFenced:
             conclude(to_send, Outcome.NOT_PERSISTED, KafkaError(KafkaError._FENCED))  # noqa: SLF001 - its public name
             raise
-        except (KafkaException, BufferError, BrokerUnreachable, TailHidden, TypeError, ValueError) as problem:
+        except _UNSENT as problem:
             # Nothing was committed. The last two are of a message that is none: it has its error, the others go.
             verdict = Outcome.NOT_PERSISTED
             error = error_of(problem)
             logger.warning("numbered messages could not be sent: %s", problem, extra=about("commit_failed"))
-        again: list[ToSend] = []
+        over, again = list(to_send), list[ToSend]()
         if verdict is Outcome.NOT_PERSISTED and time.monotonic() < deadline:
-            for batch, places in to_send:
-                kept = [place for place in places if not _is_refused(batch.errors.get(place))]
-                again += [(batch, kept)] if kept else []
-            count = sum(len(places) for _, places in to_send)
-            if sum(len(places) for _, places in again) == count and error is not None and _is_refused(error):
-                again = []  # the client itself refused one of them, and does not tell which
-        waits = {(batch, place) for batch, places in again for place in places}
-        conclude([(b, [p for p in places if (b, p) not in waits]) for b, places in to_send], verdict, error)
+            refused = {
+                (batch, place)
+                for batch, places in to_send
+                for place in places
+                if place in batch.errors and outcome_of(batch.errors[place]) is Outcome.NOT_PERSISTED
+            }
+            # Where the client itself has refused one of them, and does not tell which, none is sent again.
+            if refused or error is None or outcome_of(error) is not Outcome.NOT_PERSISTED:
+                over = [(batch, [p for p in places if (batch, p) in refused]) for batch, places in to_send]
+                again = [(batch, [p for p in places if (batch, p) not in refused]) for batch, places in to_send]
+        conclude(over, verdict, error)
         for batch, places in again:
             batch.send_again(places)
-        return again
-
-
-def _is_refused(error: KafkaError | None) -> bool:
-    return error is not None and outcome_of(error) is Outcome.NOT_PERSISTED
+        return [(batch, places) for batch, places in again if places]

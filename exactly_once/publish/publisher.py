@@ -20,7 +20,7 @@ from confluent_kafka import KafkaError, KafkaException, Producer
 
 from exactly_once._log import about
 from exactly_once._model import Partition
-from exactly_once.errors import ConfigurationError
+from exactly_once.errors import ClientFailed, ConfigurationError
 
 from .chain import Link
 from .delivery import Batch, Call, Callback, Delivery, Extra, Outcome
@@ -43,6 +43,7 @@ _STATES = ("confirmed", "in_flight", "unknown", "evicted", "evicted_young", "fai
 CLOSE_SECONDS = 30.0
 _ROOM_SECONDS = 0.1
 _CLOSED = "the producer is closed: make a new one"
+_FATAL = "the client met a fatal error: make a new producer"
 # So many failed messages are named in an error; the others are counted.
 _NAMED = 3
 
@@ -138,7 +139,7 @@ class Publisher:
         """Have numbered messages sent in transactions, which fences an earlier life; tell whether that is so."""
         return self._is_transactional
 
-    def _nothing_arrives(self) -> contextlib.AbstractContextManager[None]:
+    def nothing_arrives(self) -> contextlib.AbstractContextManager[None]:
         """See to it that nothing this producer has sent in transactions arrives meanwhile."""
         return contextlib.nullcontext()
 
@@ -237,7 +238,7 @@ class Publisher:
             starts = of_topic.log.positions
         found: set[Any] = set()
         is_sure = of_topic.is_transactional
-        with self._nothing_arrives() if is_sure else contextlib.nullcontext():
+        with self.nothing_arrives() if is_sure else contextlib.nullcontext():
             begin, why = rest_of(self._kafka, topic, starts, ahead=int(is_sure))
             for message in read_tail(self._kafka, topic, begin):
                 headers = headers_of(message)
@@ -247,11 +248,12 @@ class Publisher:
                         found.add(key)
                 elif sent.producer == self.producer_name:
                     found.add(sent.number)
-            if is_sure and why is None:
-                why = describe(self._kafka, topic).why_unsure(None if of_topic.log is None else of_topic.log.topic_id)
-            if is_sure and why is not None:
-                said = "what %r does not hold stays unknown: %s"
-                logger.warning(said, topic, why, extra=about("stays_unknown") | {"topic": topic})
+            if is_sure:
+                topic_id = None if of_topic.log is None else of_topic.log.topic_id
+                why = why or describe(self._kafka, topic).why_unsure(topic_id)
+                if why is not None:
+                    said = "what %r does not hold stays unknown: %s"
+                    logger.warning(said, topic, why, extra=about("stays_unknown") | {"topic": topic})
             return of_topic.filter.resolve(found, is_sure=is_sure and why is None)
 
     def poll(self, timeout_seconds: float = 0.0) -> int:
@@ -356,7 +358,7 @@ class Publisher:
             left = seconds if seconds < 0 else max(0.0, deadline - time.monotonic())
             unsent = None
             with errors:
-                unsent = self._client.flush(left)
+                unsent = self._serve("flush", left)
             # The client ends a flush at once where a callback raises. An interruption says that it is to end.
             if len(errors) == before or not left or not isinstance(errors[-1], Exception):
                 break
@@ -430,44 +432,36 @@ class Publisher:
         name, produce = batch.topic.topic, self._client.produce
         done = 0
         try:
-            headers: list[Any] | None = None
             made, extras = batch.topic.filter, batch.extras
+            own: Iterable[Extra] = repeat(_NO_EXTRA, len(places))
+            if extras:
+                own = [extras.get(place, _NO_EXTRA) for place in places]
             if made.writes_key:  # with what recovery needs
-                own = [extras[place][1] if place in extras else None for place in places]
                 identities = [batch.identities[place] for place in places]
                 if isinstance(made, SequenceFilter):
-                    numbered = zip(own, identities, made.predecessors(identities), strict=True)
-                    headers = [with_sequence(h, self.producer_name, before, number) for h, number, before in numbered]
+                    numbered = zip(own, made.predecessors(identities), identities, strict=True)
+                    own = [(p, with_sequence(h, self.producer_name, before, n), t) for (p, h, t), before, n in numbered]
                 else:
-                    headers = [with_key(h, key) for h, key in zip(own, identities, strict=True)]
+                    own = [(p, with_key(h, key), t) for (p, h, t), key in zip(own, identities, strict=True)]
             is_all = len(places) == len(batch.values)
             values = batch.values if is_all else [batch.values[place] for place in places]
             keys = batch.keys if is_all else [batch.keys[place] for place in places]
             calls: Iterable[Any] = batch.callbacks_of(places)
-            if not batch.extras and headers is None:  # without keywords: the client takes longer for them
-                for value, key, told in zip(values, keys, calls, strict=True):
-                    try:
-                        produce(name, value, key, -1, told)
-                    except BufferError:
-                        self._find_room(partial(produce, name, value, key, -1, told), room)
-                    done += 1
-                return
-            for place, value, key, told, with_ours in zip(
-                places, values, keys, calls, headers or repeat(None, len(places)), strict=True
-            ):
-                partition, given, timestamp = batch.extras.get(place, _NO_EXTRA)
-                more: Any = given if with_ours is None else with_ours
-                send = partial(produce, name, value, key, partition, told, headers=more, timestamp=timestamp)
+            for value, key, told, extra in zip(values, keys, calls, own, strict=True):
+                partition, given, timestamp = extra
+                # The client takes longer for keywords.
+                more: Any = {} if extra is _NO_EXTRA else {"headers": given, "timestamp": timestamp}
                 try:
-                    send()
+                    produce(name, value, key, partition, told, **more)
                 except BufferError:
-                    self._find_room(send, room)
+                    self._find_room(partial(produce, name, value, key, partition, told, **more), room)
                 done += 1
         except BaseException as exception:
             if done < len(places):
                 exception.add_note(f"handing over {batch.identities[places[done]]!r} to {name!r}")
             if undoes:
                 batch.topic.hand_over_failed(batch, places[done:], exception)
+                check_fatal(exception)
             elif isinstance(exception, KafkaException):
                 batch.errors[places[done]] = exception.args[0]
             elif isinstance(exception, (TypeError, ValueError)) and done < len(places):  # no message at all
@@ -495,11 +489,10 @@ class Publisher:
         except BaseException as error:
             for topic in self._topics.values():
                 topic.serving_failed()
-            if not isinstance(error, SystemError):
-                raise
-            # A fatal error, which the client raises amid its reports, and may have lost over them.
-            lost = KafkaError(KafkaError._FATAL, "the client met a fatal error: make a new producer", fatal=True)  # noqa: SLF001
-            raise (error.__cause__ if isinstance(error.__cause__, KafkaException) else KafkaException(lost)) from None
+            if isinstance(error, SystemError):  # a fatal error amid its reports, and perhaps lost over them
+                raise ClientFailed(f"{_FATAL} ({error.__cause__ or error})") from error.__cause__
+            check_fatal(error)
+            raise
 
     def _settle(self) -> None:
         for topic in self._topics.values():
@@ -569,13 +562,12 @@ class Publisher:
 
     def _recovered(self, topic: str, made: SequenceFilter, *, is_fenced: bool) -> SequenceLog:
         if not self._has_name:
-            logger.warning(
+            said = (
                 "%r was drawn as the name of this producer: after a restart it recognises nothing on %r. Give "
-                "producer_name=, the same in each life",
-                self.producer_name,
-                topic,
-                extra=about("name_drawn") | {"topic": topic, "producer": self.producer_name},
+                "producer_name=, the same in each life"
             )
+            extra = about("name_drawn") | {"topic": topic, "producer": self.producer_name}
+            logger.warning(said, self.producer_name, topic, extra=extra)
         given, store = self._options.get("snapshots"), None
         if callable(given):
             store = given(topic)
@@ -604,6 +596,22 @@ class Publisher:
                 f"the owner's transactional_id is {owner.transactional_id!r}, but this producer sends "
                 + ("outside of transactions" if used is None else f"as {used!r}")
             )
+
+
+def error_of(exception: BaseException) -> KafkaError | None:
+    """Return the error of the client in an exception, if it is one of the client."""
+    return exception.args[0] if isinstance(exception, KafkaException) else None
+
+
+def is_fatal(error: KafkaError | None) -> bool:
+    """Tell whether the client takes nothing more after an error."""
+    return error is not None and (error.fatal() or error.code() == KafkaError._FATAL)  # noqa: SLF001 - its public name
+
+
+def check_fatal(exception: BaseException) -> None:
+    """Raise :class:`ClientFailed` where that is so."""
+    if is_fatal(error_of(exception)):
+        raise ClientFailed(f"{_FATAL} ({exception})") from exception
 
 
 def _digest(name: str) -> str:

@@ -17,15 +17,15 @@ from confluent_kafka import KafkaError, KafkaException, Message, Producer
 
 from exactly_once._log import about
 from exactly_once._model import Partition
-from exactly_once.errors import BrokerUnreachable, ConfigurationError, ExactlyOnceError
+from exactly_once.errors import BrokerUnreachable, ClientFailed, ConfigurationError, ExactlyOnceError
 
 from .chain import Link
 from .delivery import FAILURES, Callback, Delivery, Outcome
-from .errors import OutcomeUnknown, ProducerFenced
+from .errors import NotPersisted, OutcomeUnknown, ProducerFenced
 from .headers import Headers, kept
 from .keys import GivenKey
 from .options import PublishOptions, check_options, client_settings
-from .publisher import AnyFilter, ProducerRecord, Publisher, ToSend
+from .publisher import AnyFilter, ProducerRecord, Publisher, ToSend, error_of, is_fatal
 from .recovery import SequenceLog
 from .tail import describe, ends_of, read_tail
 
@@ -148,7 +148,10 @@ class TransactionalProducer(Publisher):
         try:
             self._hand_over_all(to_send, deadline)
         except BaseException as exception:
-            conclude(to_send, Outcome.NOT_PERSISTED, error_of(exception))
+            error = error_of(exception)
+            conclude(to_send, Outcome.NOT_PERSISTED, error)
+            if isinstance(exception, ClientFailed) or is_fatal(error):  # the next transaction has another client
+                raise NotPersisted(f"the transaction is {Outcome.NOT_PERSISTED.value}: {exception}") from exception
             raise
         verdict, error = self._commit_all(to_send, deadline)
         conclude(to_send, verdict, error)
@@ -183,8 +186,6 @@ class TransactionalProducer(Publisher):
         with self._turn:
             self._make_ready(time.monotonic() + _SECONDS)
             yield
-
-    _nothing_arrives = nothing_arrives
 
     def _connect(self, seconds: float | None = None) -> Producer:
         """Make a client and fence the one before; the transaction that it left open ends by that."""
@@ -378,11 +379,6 @@ class TransactionalProducer(Publisher):
 
     def _about(self, action: str) -> dict[str, object]:
         return about(action) | {"producer": self.producer_name, "transactional_id": self._id}
-
-
-def error_of(exception: BaseException) -> KafkaError | None:
-    """Return the error of the client in an exception, if it is one of the client."""
-    return exception.args[0] if isinstance(exception, KafkaException) else None
 
 
 def _reports(to_send: Sequence[ToSend]) -> list[Message]:

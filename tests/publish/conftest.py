@@ -29,6 +29,7 @@ from tests.publish.subjects import BAD_KEYS, BAD_LINKS, IN_MEMORY, ON_SERVERS, S
 from tests.support.kafka_proxy import KafkaProxy
 from tests.support.memcached import Memcached, missing_memcached
 from tests.support.require import skip_unless
+from tests.support.topics import create_topic
 
 WINDOW_SECONDS = 3600.0
 # The last one has no room in an index of Postgres.
@@ -44,6 +45,18 @@ def subject(request: pytest.FixtureRequest) -> Subject:
         return IN_MEMORY[request.param]
     found: Subject = request.getfixturevalue(request.param)
     return found
+
+
+@pytest.fixture
+def kafka(bootstrap_servers: str) -> dict[str, Any]:
+    """Settings of a client."""
+    return {"bootstrap.servers": bootstrap_servers}
+
+
+@pytest.fixture
+def topic(bootstrap_servers: str, name: str) -> str:
+    """A topic of two partitions."""
+    return create_topic(bootstrap_servers, 2, name=name)
 
 
 @pytest.fixture

@@ -13,12 +13,6 @@ import pytest
 
 from exactly_once.publish import DedupProducer, Filter, SlotFilter, WindowFilter
 from tests.publish.test_sequences_on_broker import values
-from tests.support.topics import create_topic
-
-
-@pytest.fixture
-def topic(bootstrap_servers: str) -> str:
-    return create_topic(bootstrap_servers, 2)
 
 
 def send(bootstrap_servers: str, topic: str, made: Filter[Any], numbers: list[int]) -> None:

@@ -45,11 +45,6 @@ DUPLICATE, NEW, UNKNOWN = State.DUPLICATE, State.NEW, State.UNKNOWN
 COMPACTED = pytest.mark.parametrize("policy", ["compact", "compact,delete"])
 
 
-@pytest.fixture
-def kafka(bootstrap_servers: str) -> dict[str, Any]:
-    return {"bootstrap.servers": bootstrap_servers}
-
-
 def set_policy(kafka: Mapping[str, Any], topic: str, policy: str) -> None:
     """Change the cleanup policy of a topic."""
     entry = ConfigEntry("cleanup.policy", policy, incremental_operation=AlterConfigOpType.SET)

@@ -43,11 +43,6 @@ def topic(bootstrap_servers: str, name: str) -> str:
     return create_topic(bootstrap_servers, 1, name=name)
 
 
-@pytest.fixture
-def kafka(bootstrap_servers: str) -> dict[str, Any]:
-    return {"bootstrap.servers": bootstrap_servers}
-
-
 def send(kafka: dict[str, Any], topic: str, key: str) -> None:
     client = Producer(kafka)
     client.produce(topic, key, headers=with_key(None, key))
@@ -177,6 +172,11 @@ def test_a_connection_in_an_open_transaction_is_refused(conninfo: str, kind: Cal
         given[-1].execute("SELECT 1")
         return given[-1]
 
+    with pytest.raises(ConfigurationError, match="open transaction"):
+        kind(connect=connect)
+    assert [connection.closed for connection in given] == [True]
+
+
 def test_a_role_without_grants_is_told_what_gives_them(
     make_owner: MakeOwner, db: psycopg.Connection[Any], own_schema: str, conninfo: str, name: str
 ) -> None:
@@ -201,11 +201,6 @@ def test_a_role_without_grants_is_told_what_gives_them(
     until(lambda: producer.poll() or not producer._topics["t"].in_flight, 60, "the mark")
     assert made.reserve_many([1, 2]) == [State.UNKNOWN, State.NEW]
     producer.close()
-
-
-    with pytest.raises(ConfigurationError, match="open transaction"):
-        kind(connect=connect)
-    assert [connection.closed for connection in given] == [True]
 
 
 def test_what_runs_on_a_connection_without_autocommit_lasts(
@@ -252,21 +247,10 @@ def test_the_threads_of_an_owner_outlive_every_error(
     assert [thread.is_alive() for thread in owner._threads] == [True, True]
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"lease_seconds": float("nan")},
-        {"lease_seconds": 1e12},
-        {"name": ""},
-        {"name": "a\0b"},
-        {"name": 5},
-        {"name": b"x"},
-        {"transactional_id": ""},
-    ],
-)
-def test_an_owner_that_cannot_be_is_refused(options: dict[str, Any]) -> None:
-    with pytest.raises(ConfigurationError):
-        PublishOwner("host=127.0.0.1 port=1", **options)
+@pytest.mark.parametrize("seconds", [float("nan"), 1e12])
+def test_a_lease_that_cannot_be_is_refused(seconds: float) -> None:
+    with pytest.raises(ConfigurationError, match="lease_seconds="):
+        PublishOwner("host=127.0.0.1 port=1", lease_seconds=seconds)
 
 
 def test_an_owner_that_is_closed_is_not_called_fenced(make_owner: MakeOwner) -> None:

@@ -23,13 +23,7 @@ from exactly_once.publish.headers import with_key, with_sequence
 from exactly_once.publish.tail import ends_of
 from tests.publish.conftest import WINDOW_SECONDS, MakeOwner
 from tests.publish.test_sequences_on_broker import delete_all
-from tests.support.topics import create_topic
 from tests.support.waiting import until
-
-
-@pytest.fixture
-def topic(bootstrap_servers: str, name: str) -> str:
-    return create_topic(bootstrap_servers, 2, name=name)
 
 
 def put(bootstrap_servers: str, topic: str, headers: Any) -> None:

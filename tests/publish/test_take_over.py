@@ -30,20 +30,9 @@ from exactly_once.publish.keys import Key
 from tests.publish.conftest import WINDOW_SECONDS, MakeOwner
 from tests.publish.test_postgres_window import end_lease
 from tests.publish.test_sequences_on_broker import delete_all, values
-from tests.support.topics import create_topic
 from tests.support.waiting import until
 
 DUPLICATE, NEW, UNKNOWN = State.DUPLICATE, State.NEW, State.UNKNOWN
-
-
-@pytest.fixture
-def topic(bootstrap_servers: str, name: str) -> str:
-    return create_topic(bootstrap_servers, 2, name=name)
-
-
-@pytest.fixture
-def kafka(bootstrap_servers: str) -> dict[str, Any]:
-    return {"bootstrap.servers": bootstrap_servers}
 
 
 def in_transaction(kafka: dict[str, Any], transactional_id: str) -> Producer:

@@ -290,6 +290,25 @@ def test_messages_behind_a_refused_one_do_not_wait_for_their_time_out(bootstrap_
     assert "too large" in str(transaction.deliveries[0].error), "the acknowledged one tells why it was aborted"
 
 
+def test_a_fatal_error_of_the_client_is_an_abort_and_the_next_transaction_has_another_client(
+    proxied_broker: KafkaProxy, make_producer: MakeProducer, topic: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A stand-in fails: of a real client only a fence brings that about, which has an error of its own."""
+    producer = make_producer()
+    client = producer._client
+
+    def fail(*_: object, **__: object) -> None:
+        raise KafkaException(KafkaError(KafkaError._FATAL, "as of a bug", fatal=True))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(producer, "_hand_over", fail)
+        transaction = refused(producer, NotPersisted, numbered(topic, 1))
+    assert outcomes(transaction) == [Outcome.NOT_PERSISTED]
+    assert outcomes(publish(producer, topic, 1)) == [Outcome.DELIVERED]
+    assert producer._client is not client
+    assert values(proxied_broker.bootstrap_servers, topic) == [1]
+
+
 class Elsewhere(WindowFilter):
     """A filter in which another process holds the key 2."""
 
