@@ -232,11 +232,6 @@ class ChainFilter(MemoryFilter[Link, Pair]):
             for key in found:
                 self._mark(key)
 
-    def release_many(self, keys: Iterable[Link]) -> None:
-        """Release several messages."""
-        with self._lock:
-            self._change("release", [key[:2] for key in keys])
-
     def check_same(self, key: Link, other: Link) -> None:
         """Refuse a message that names another predecessor than one with its number that is in flight."""
         if not self._dense and None not in (key.previous, other.previous) and key.previous != other.previous:

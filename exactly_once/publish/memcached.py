@@ -210,17 +210,17 @@ class SharedSlotFilter(Filter[GivenKey]):
         answers: dict[int, tuple[Slot | None, object]] = {}
         for name, slot in names.items():
             value, mark = found.get(name, (None, _MISSING))
-            answers[slot] = (None if value in (None, _EMPTY) else self._slot(name, value), mark)
+            if value in (None, _EMPTY):
+                answers[slot] = None, mark
+                continue
+            state = value[_DIGEST_BYTES:][:1]
+            if len(value) != _DIGEST_BYTES + 1 + _OWNER_BYTES or state not in _STATES:
+                raise FilterUnavailable(
+                    f"memcached holds under {name!r} what no filter has put there: another program uses "
+                    f"prefix={self._prefix!r}. Choose another prefix"
+                )
+            answers[slot] = Slot(value[:_DIGEST_BYTES], _STATES[state], value[_DIGEST_BYTES + 1 :]), mark
         return answers
-
-    def _slot(self, name: str, value: bytes) -> Slot:
-        state = value[_DIGEST_BYTES:][:1]
-        if len(value) != _DIGEST_BYTES + 1 + _OWNER_BYTES or state not in _STATES:
-            raise FilterUnavailable(
-                f"memcached holds under {name!r} what no filter has put there: another program uses "
-                f"prefix={self._prefix!r}. Choose another prefix"
-            )
-        return Slot(value[:_DIGEST_BYTES], _STATES[state], value[_DIGEST_BYTES + 1 :])
 
     def _swap(self, slot: int, proof: object, new: Slot | None) -> bool:
         """Put something else into a slot if it is unchanged."""

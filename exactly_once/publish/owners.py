@@ -107,7 +107,7 @@ class PublishOwner:
         self._holdings: dict[str, Holding] = {}
         # Drawn, so that no other owner ever has it, even if a failover loses that there was this one.
         self.id = secrets.randbits(_ID_BITS)
-        self._start_within(wait_seconds, exclusive=exclusive)
+        self._start(exclusive=exclusive, wait_seconds=wait_seconds)
         repeated = [(self._keep, "the lease", "cannot be renewed:", self._about("lease_not_renewed"))]
         if callable(positions):  # apart from the lease, which must not wait for brokers
             repeated.append((self._advance, "the positions", "stay where they are:", self._about("positions_stay")))
@@ -155,8 +155,7 @@ class PublishOwner:
 
     def fence(self, owners: Iterable[int]) -> list[DeadOwner]:
         """End the lives of those whose lease is over; return those that are ended now."""
-        rows = self.store.run("publish_fence", owners=list(owners))
-        return [DeadOwner(*row) for row in rows]
+        return [DeadOwner(*row) for row in self.store.run("publish_fence", owners=list(owners))]
 
     def close(self) -> None:
         """End this life in good order. May be called again; in a child of the process it does nothing."""
@@ -171,43 +170,45 @@ class PublishOwner:
             logger.warning("the lease of %r ends by itself: %s", self.name, error, extra=self._about("lease_left"))
         self.store.close()
 
-    def _start(self, connection: Connection, *, exclusive: bool) -> None:
-        with connection.transaction():
-            if self.store.on(connection, "publish_find_owner", owner=self.id):
-                return  # the answer to the first attempt was lost
-            if exclusive:
-                self.store.on(connection, "publish_lock_name", name=self.name)
-                living = self.store.on(connection, "publish_living", name=self.name)
-                for other, seconds in living:
-                    if seconds > 0:
-                        raise NameTaken(
-                            f"a producer named {self.name!r} ({other}) lives: its lease runs for {seconds:.0f} s more. "
-                            "Stop it, or wait if it has crashed"
-                        )
-                self.store.on(connection, "publish_fence", owners=[other for other, _ in living])
-            self.store.on(
-                connection,
-                "publish_start_owner",
-                owner=self.id,
-                name=self.name,
-                transactional_id=self.transactional_id,
-                positions=self._positions,
-                seconds=self.lease_seconds,
-            )
+    def _start(self, *, exclusive: bool, wait_seconds: float) -> None:
+        """Begin this life; a name that is taken is waited for."""
 
-    def _start_within(self, seconds: float, *, exclusive: bool) -> None:
-        deadline = time.monotonic() + seconds
+        def start(connection: Connection) -> None:
+            with connection.transaction():
+                if self.store.on(connection, "publish_find_owner", owner=self.id):
+                    return  # the answer to the first attempt was lost
+                if exclusive:
+                    self.store.on(connection, "publish_lock_name", name=self.name)
+                    living = self.store.on(connection, "publish_living", name=self.name)
+                    for other, seconds in living:
+                        if seconds > 0:
+                            raise NameTaken(
+                                f"a producer named {self.name!r} ({other}) lives: its lease runs for {seconds:.0f} s "
+                                "more. Stop it, or wait if it has crashed"
+                            )
+                    self.store.on(connection, "publish_fence", owners=[other for other, _ in living])
+                self.store.on(
+                    connection,
+                    "publish_start_owner",
+                    owner=self.id,
+                    name=self.name,
+                    transactional_id=self.transactional_id,
+                    positions=self._positions,
+                    seconds=self.lease_seconds,
+                )
+
+        deadline = time.monotonic() + wait_seconds
         is_told = False
         while True:
             try:
-                self.store.each(lambda connection: self._start(connection, exclusive=exclusive))
-                return
+                return self.store.each(start)
             except NameTaken as error:
                 if time.monotonic() >= deadline:
                     self.store.close()
                     raise
                 if not is_told:
-                    logger.warning("waiting for %g s at most: %s", seconds, error, extra=self._about("waits_for_name"))
+                    said = "waiting for %g s at most: %s"
+                    logger.warning(said, wait_seconds, error, extra=self._about("waits_for_name"))
                     is_told = True
             time.sleep(min(_WAIT_SECONDS, max(0.0, deadline - time.monotonic())))
 

@@ -186,17 +186,12 @@ class PostgresWindow(Filter[GivenKey]):
             return {}, set()
         states = dict.fromkeys(wanted, NEW)
         holders: set[int] = set()
-        rows = self._store.run(
-            "publish_reserve",
-            scope=self.scope,
-            keys=wanted,
-            owner=self.owner.id,
-            map_version=map_version,
-        )
+        owner = self.owner.id
+        rows = self._store.run("publish_reserve", scope=self.scope, keys=wanted, owner=owner, map_version=map_version)
         for place, state, holder in rows:
             key = wanted[place - 1]
             states[key] = ANSWERS[KeyState(state)]
-            if states[key] is IN_FLIGHT and holder != self.owner.id:
+            if states[key] is IN_FLIGHT and holder != owner:
                 holders.add(holder)
             elif states[key] is IN_FLIGHT and key not in self._mine:
                 # Reserved by ourselves, in a call whose answer was lost.
@@ -208,23 +203,16 @@ class PostgresWindow(Filter[GivenKey]):
         dead = self.owner.fence(holders)
         for owner in dead:
             found = Found((), is_sure=False) if self._take_over is None else self._take_over(owner, self.scope)
-            ((confirmed, released, unknown),) = self._store.run(
+            (counts,) = self._store.run(
                 "publish_take_over",
                 scope=self.scope,
                 dead=owner.id,
                 keys=sorted(map(_stored, found.keys)),
                 is_sure=found.is_sure,
             )
-            logger.warning(
-                "took over from %r (%s) on %r: %s keys were in the log, %s were not, %s are unknown",
-                owner.name,
-                owner.id,
-                self.scope,
-                confirmed,
-                released,
-                unknown,
-                extra=about("owner_taken_over") | {"topic": self.scope, "producer": owner.name, "owner": owner.id},
-            )
+            said = "took over from %r (%s) on %r: %s keys were in the log, %s were not, %s are unknown"
+            extra = about("owner_taken_over") | {"topic": self.scope, "producer": owner.name, "owner": owner.id}
+            logger.warning(said, owner.name, owner.id, self.scope, *counts, extra=extra)
         return len(dead)
 
     def _settle(self, change: Change, keys: Iterable[GivenKey]) -> None:

@@ -123,14 +123,12 @@ class SequenceLog:
             # A message of a killed predecessor stands in a leader's log unseen until every in-sync replica has it. One
             # that lags leaves them after this long.
             seconds = _LAGS * self._log.lag_seconds + _LEAVE_SECONDS
-            logger.warning(
+            said = (
                 "waiting %g s (by replica.lag.time.max.ms) before %r is read: without transactions, what an earlier "
-                "producer %r sent last may not be visible yet",
-                seconds,
-                self.topic,
-                self.producer,
-                extra=about("waits_for_replicas") | {"topic": self.topic, "producer": self.producer},
+                "producer %r sent last may not be visible yet"
             )
+            extra = about("waits_for_replicas") | {"topic": self.topic, "producer": self.producer}
+            logger.warning(said, seconds, self.topic, self.producer, extra=extra)
             time.sleep(seconds)
         ranges = ranges_of(self.kafka, self.topic)
         lows = {p: low for p, (low, _) in ranges.items()}
@@ -145,11 +143,10 @@ class SequenceLog:
         count = 0
         for message in read_tail(self.kafka, self.topic, starts):
             count += 1
-            partition = Partition(self.topic, message.partition() or 0)
-            self.positions[partition] = max(self.positions.get(partition, 0), (message.offset() or 0) + 1)
+            _pass(self.positions, message)
             sent = sequence_of(headers_of(message))
             if sent is not None and sent.producer == self.producer:
-                seen_in.add(partition)
+                seen_in.add(Partition.of(message))
                 walk.see(sent)
         persisted, beyond = walk.result()
         # What a partition still holds of us is followed there by everything later: retention removes the oldest.
@@ -191,11 +188,9 @@ class SequenceLog:
         """Take note of acknowledged messages; every so many of them a snapshot is made."""
         for message in messages:
             self._fresh += 1
-            partition, end = Partition(self.topic, message.partition() or 0), (message.offset() or 0) + 1
             # Behind the last message of a transaction stands its end, or a message of another producer. The end belongs
             # to what is known: where retention has removed nothing else, nothing is lost.
-            end += self.is_fenced
-            self._next[partition] = max(self._next.get(partition, 0), end)
+            _pass(self._next, message, 1 + self.is_fenced)
         self._advance()
         if self._fresh >= self.every:
             self.save()
@@ -208,8 +203,7 @@ class SequenceLog:
                 self._until = self.sequences.last_pushed
             if not self._held or not self.sequences.is_settled(self._until):
                 return
-            for partition, end in self._held.items():
-                self.positions[partition] = max(self.positions.get(partition, 0), end)
+            self.positions |= {p: max(self.positions.get(p, 0), end) for p, end in self._held.items()}
             self._held = {}
 
     def save(self, *, is_clean: bool = False) -> None:
@@ -218,11 +212,7 @@ class SequenceLog:
             return
         self._advance()
         persisted, above = self.sequences.dump()
-        content = {
-            "cluster": self._log.cluster_id,
-            "topic": self.topic,
-            "topic id": self._log.topic_id,
-            "producer": self.producer,
+        content = self._identity | {
             "transactions": self.is_fenced,
             "clean": is_clean and self.sequences.is_settled(self.sequences.last_pushed),
             "positions": [[p.number, offset] for p, offset in sorted(self.positions.items())],
@@ -232,18 +222,19 @@ class SequenceLog:
         self.store.save(pack(_KIND, content))
         self._fresh = 0
 
+    @property
+    def _identity(self) -> dict[str, Any]:
+        """What a snapshot must be of."""
+        ids = {"cluster": self._log.cluster_id, "topic id": self._log.topic_id}
+        return {"producer": self.producer, "topic": self.topic} | ids
+
     def _from_snapshot(self) -> tuple[Walk, dict[Partition, int] | None, bool]:
         """Return what the snapshot holds, where to read on, and whether the log may hide what the last life sent."""
         data = None if self.store is None else self.store.load()
         if data is None:
             return Walk(), None, not self.is_fenced
         content = unpack(_KIND, data)
-        for what, now in (
-            ("producer", self.producer),
-            ("topic", self.topic),
-            ("cluster", self._log.cluster_id),
-            ("topic id", self._log.topic_id),
-        ):
+        for what, now in self._identity.items():
             found = content.get(what)
             if found != now and found is not None and now is not None:  # old brokers give topics no ids
                 raise SnapshotCorrupted(
@@ -255,3 +246,9 @@ class SequenceLog:
         # The fence ends only what was sent in transactions.
         may_hide = not (content["clean"] or (self.is_fenced and content.get("transactions", True)))
         return walk, {Partition(self.topic, n): offset for n, offset in content["positions"]}, may_hide
+
+
+def _pass(ends: dict[Partition, int], message: Message, records: int = 1) -> None:
+    """Move the end of a partition behind a message, or behind more records from there on."""
+    partition = Partition.of(message)
+    ends[partition] = max(ends.get(partition, 0), (message.offset() or 0) + records)

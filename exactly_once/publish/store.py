@@ -12,6 +12,7 @@ from psycopg.pq import TransactionStatus
 from exactly_once.errors import ConfigurationError
 from exactly_once.kafka.kinds import check_kinds
 from exactly_once.ledger import migrate as schemas
+from exactly_once.ledger.commands import command
 from exactly_once.ledger.migrate import check_schema_name
 from exactly_once.ledger.session import Connection, Session, connector, execute
 
@@ -25,9 +26,9 @@ _FENCED = "EO003"
 _OLD_MAP = "EO005"
 # A server that takes no writes is a standby, or a primary that was one before: another connection may lead elsewhere.
 _AWAY = (psycopg.OperationalError, psycopg.errors.ReadOnlySqlTransaction)
-
 # What may be different on the next connection; at the start nobody would close this one.
 _REFUSALS = (psycopg.errors.ReadOnlySqlTransaction, psycopg.errors.InsufficientPrivilege)
+
 
 class Store:
     """Runs named queries, each its own transaction; one thread at a time.
@@ -124,10 +125,10 @@ class Store:
             return ProducerFenced("another process has fenced this owner; stop, or start anew")
         if isinstance(error, _AWAY):
             return FilterUnavailable(f"the database of the filter cannot be asked: {error}")
-        return error
         if isinstance(error, psycopg.errors.InsufficientPrivilege):
             return FilterUnavailable(
                 f"the database of the filter cannot be asked: its role lacks grants: {error.diag.message_primary}. "
                 f"{command('migrate', None, self.schema, '--role', 'NAME')} gives a role all that it needs, or prints "
                 "them (--sql)"
             )
+        return error

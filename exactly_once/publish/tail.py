@@ -168,24 +168,23 @@ def read_tail(
     :raises TailHidden: when an open transaction hides the end for longer than ``seconds``.
     :raises BrokerUnreachable: when the brokers fall silent for so long.
     """
-    ranges = ranges_of(kafka, topic)
+    begin: dict[Partition, int] = {}
     todo: dict[Partition, int] = {}
-    begin: list[TopicPartition] = []
-    for partition, (low, high) in ranges.items():
+    for partition, (low, high) in ranges_of(kafka, topic).items():
         start = low if starts is None else starts.get(partition, 0)
+        needed = f"{partition} must be read from offset {start}, but its log"
         if start < low:
             raise TailLost(
-                f"{partition} must be read from offset {start}, but its log starts at {low}: retention has removed "
-                "messages that nobody has looked at. Decide what they were, then start from a new snapshot"
+                f"{needed} starts at {low}: retention has removed messages that nobody has looked at. Decide what they "
+                "were, then start from a new snapshot"
             )
         if start > high:
             raise TailLost(
-                f"{partition} must be read from offset {start}, but its log ends at {high}: the topic was made anew, "
-                "or brokers have lost messages that they had acknowledged. Remove the snapshot to begin anew"
+                f"{needed} ends at {high}: the topic was made anew, or brokers have lost messages that they had "
+                "acknowledged. Remove the snapshot to begin anew"
             )
         if start < high:
-            todo[partition] = high
-            begin.append(TopicPartition(topic, partition.number, start))
+            begin[partition], todo[partition] = start, high
     if todo:
         yield from _read(kafka, begin, todo, seconds)
 
@@ -224,7 +223,7 @@ def _asked(kafka: Mapping[str, Any], question: Callable[[Cluster], T]) -> T:
 
 
 def _read(
-    kafka: Mapping[str, Any], begin: list[TopicPartition], todo: dict[Partition, int], seconds: float
+    kafka: Mapping[str, Any], begin: Mapping[Partition, int], todo: dict[Partition, int], seconds: float
 ) -> Generator[Message, None, None]:
     client = Consumer(
         {
@@ -239,16 +238,15 @@ def _read(
             "fetch.queue.backoff.ms": 10,
         }
     )
-    starts = {Partition(each.topic, each.partition): each.offset for each in begin}
     try:
-        client.assign(begin)
+        client.assign([TopicPartition(*partition, start) for partition, start in begin.items()])
         seen_at = time.monotonic()
         is_told = False
         reached: dict[Partition, int] = {}
         while True:
             for message in client.consume(_BATCH, 0.1):
                 seen_at = time.monotonic()
-                partition = Partition(str(message.topic()), message.partition() or 0)
+                partition = Partition.of(message)
                 error = message.error()
                 if error is not None and error.code() != KafkaError._PARTITION_EOF:
                     raise KafkaException(error)
@@ -261,25 +259,19 @@ def _read(
             if not todo:
                 return
             partition, high = next(iter(todo.items()))
+            shown = reached.get(partition, begin[partition])
+            found = f"{partition} shows nothing from offset {shown} on, and its log ends at {high}"
             silent_seconds = time.monotonic() - seen_at
             if not is_told and silent_seconds > _TOLD_SECONDS:
                 is_told = True
-                logger.warning(
-                    "%s shows nothing from offset %s on, and its log ends at %s: waiting for %g s at most, for a "
-                    "transaction of another producer to end or for brokers to answer",
-                    partition,
-                    reached.get(partition, starts[partition]),
-                    high,
-                    seconds,
-                    extra=about("waits_for_tail") | {"topic": partition.topic},
-                )
+                said = "%s: waiting for %g s at most, for a transaction of another producer to end or brokers to answer"
+                logger.warning(said, found, seconds, extra=about("waits_for_tail") | {"topic": partition.topic})
             if silent_seconds > seconds:
                 if partition not in reached:
                     raise BrokerUnreachable(f"nothing of {partition} could be read for {seconds:g} s")
                 raise TailHidden(
-                    f"{partition} shows nothing from offset {reached[partition]} on, and its log ends at {high}: a "
-                    f"transaction of another producer has been open for {seconds:g} s. It ends with that producer's "
-                    "transaction.timeout.ms"
+                    f"{found}: a transaction of another producer has been open for {seconds:g} s. It ends with that "
+                    "producer's transaction.timeout.ms"
                 )
     finally:
         client.close()

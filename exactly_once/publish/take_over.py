@@ -76,13 +76,10 @@ class TopicTakeOver:
         # After it was read: its policy may have changed meanwhile.
         why = describe(self._kafka, scope).why_unsure(topic_id) or trimmed
         if why is not None:
-            logger.warning(
+            said = (
                 "%r does not hold all that was put there since %r (%s) began, and keys that are not there are unknown: "
-                "%s",
-                scope,
-                owner.name,
-                owner.id,
-                why,
-                extra=about("take_over_trimmed") | {"topic": scope, "producer": owner.name, "owner": owner.id},
+                "%s"
             )
+            extra = about("take_over_trimmed") | {"topic": scope, "producer": owner.name, "owner": owner.id}
+            logger.warning(said, scope, owner.name, owner.id, why, extra=extra)
         return Found(keys, is_sure=owner.transactional_id is not None and why is None)

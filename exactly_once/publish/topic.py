@@ -29,6 +29,9 @@ logger = logging.getLogger(__name__)
 # thread, perhaps when the message is in the client's queue already.
 _REFUSALS = (KafkaException, BufferError, TypeError, ValueError, OverflowError)
 _PENDING, _DELIVERED = Outcome.PENDING, Outcome.DELIVERED
+# How a filter is told of an outcome. What was delivered comes last: no snapshot must be made before the doubts of the
+# same reports are known.
+_MARKS = {Outcome.UNKNOWN: "mark_unknown_many", Outcome.NOT_PERSISTED: "release_many", _DELIVERED: "confirm_many"}
 _SILENT = KafkaError(KafkaError._FAIL, "the client has no report of it")  # noqa: SLF001 - its public name
 # For so long ``poll``, ``flush`` and ``result`` wait for a filter's server to take outcomes, then they go on.
 MARK_SECONDS = 2.0
@@ -82,13 +85,8 @@ class TopicPublisher:
         # after.
         self.lock = threading.Lock()
         self._settling = threading.Lock()
-        # What the filter is to be told. What was delivered comes last: a snapshot must not be made before the doubts
-        # of the same reports are known.
-        self._due: dict[Outcome, list[tuple[Batch, Sequence[int]]]] = {
-            Outcome.UNKNOWN: [],
-            Outcome.NOT_PERSISTED: [],
-            _DELIVERED: [],
-        }
+        # What the filter is to be told.
+        self._due: dict[Outcome, list[tuple[Batch, Sequence[int]]]] = {outcome: [] for outcome in _MARKS}
         # What the callers are to be told.
         self._to_tell: deque[tuple[Outcome, Batch, Sequence[int]]] = deque()
         # The last one that told the filter's server.
@@ -363,12 +361,7 @@ class TopicPublisher:
                 is_whole = len(places) == len(batch.identities)
                 keys += batch.identities if is_whole else [batch.identities[place] for place in places]
             try:
-                if outcome is _DELIVERED:
-                    self.filter.confirm_many(keys)
-                elif outcome is Outcome.NOT_PERSISTED:
-                    self.filter.release_many(keys)
-                else:
-                    self.filter.mark_unknown_many(keys)
+                getattr(self.filter, _MARKS[outcome])(keys)
             except (psycopg.Error, FilterUnavailable) as error:
                 self._log_waiting("outcomes on %r wait for the filter's store: %s", error)
                 continue

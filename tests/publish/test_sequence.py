@@ -84,14 +84,6 @@ def test_a_batch_of_old_and_new_numbers_lets_the_new_ones_through() -> None:
     assert made.reserve_many([2, 3, 4, 5]) == [DUPLICATE, DUPLICATE, IN_FLIGHT, NEW]
 
 
-def test_a_failed_send_before_the_confirmation_is_not_taken_for_a_duplicate() -> None:
-    """Pulsar 5218: marked before it was persisted, so the retry was lost."""
-    made = SequenceFilter()
-    made.reserve(1)
-    made.release(1)
-    assert made.reserve(1) is NEW
-
-
 def test_one_filter_serves_one_producer() -> None:
     """The numbers of another one would count as duplicates, and be lost."""
     made = SequenceFilter(max_outstanding=1)

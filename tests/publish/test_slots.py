@@ -153,22 +153,6 @@ def test_a_table_sized_for_its_window_evicts_next_to_nothing_young() -> None:
     assert made.stats().evicted > 0
 
 
-def test_a_failed_message_is_erased() -> None:
-    made = SlotFilter(16, ways=1)
-    made.reserve(b"a")
-    made.release(b"a")
-    assert made.reserve(b"a") is State.NEW
-
-
-def test_a_caller_may_change_its_bytearray_afterwards() -> None:
-    made = SlotFilter(1024)
-    key = bytearray(b"one")
-    send(made, key)
-    key[:] = b"two"
-    assert made.reserve(b"two") is State.NEW
-    assert made.reserve(b"one") is State.DUPLICATE
-
-
 def test_memory_does_not_grow_with_the_keys() -> None:
     made = SlotFilter(1 << 10, ways=8)
     for n in range(20_000):
