@@ -599,8 +599,9 @@ class Publisher:
 
 
 def error_of(exception: BaseException) -> KafkaError | None:
-    """Return the error of the client in an exception, if it is one of the client."""
-    return exception.args[0] if isinstance(exception, KafkaException) else None
+    """Return the error of the client in an exception, if it is one of the client: amid reports it is a SystemError."""
+    found = exception.__cause__ if isinstance(exception, SystemError) else exception
+    return found.args[0] if isinstance(found, KafkaException) else None
 
 
 def is_fatal(error: KafkaError | None) -> bool:

@@ -238,8 +238,8 @@ class TransactionalProducer(Publisher):
                     self._client.flush(min(left, _FLUSH_SECONDS))  # unlike poll() it lets nothing linger
                 self._client.commit_transaction(max(0.0, deadline - time.monotonic()))
                 verdict = Outcome.DELIVERED
-            except KafkaException as exception:
-                error = exception.args[0]
+            except (KafkaException, SystemError) as exception:
+                error = error_of(exception) or KafkaError(KafkaError._FATAL)  # noqa: SLF001 - its public name
                 verdict = self._find_out(to_send, error)
         except BaseException:
             self._is_usable = self._is_usable and error is not None

@@ -117,6 +117,8 @@ class TransactionClient(Client):
             self.world.log.update(number for number, _ in self.queue)
         self.queue.clear()
         if not self.world.was_committed or self.world.rng.random() < 0.1:
+            if self.world.rng.random() < 0.5:
+                raise SystemError from OUT_OF_TIME  # as where an error comes amid reports
             raise OUT_OF_TIME
 
 
