@@ -255,8 +255,7 @@ def test_a_sink_that_takes_rows_fences_the_source_and_the_other_way_round(target
     Run(target).write(rows(target.name, 0, range(5, 7)))
     with pytest.raises(Fenced, match="query"):
         sink.take(ranges, batch_id=1)
-    for session in place.sessions:
-        session.close()
+    place.close()
     assert target.offsets() == [(0, n) for n in range(7)]
 
 
