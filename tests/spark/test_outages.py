@@ -119,3 +119,11 @@ def end_waiting(db: Db, name: str, trouble: str) -> None:
     """
     ((pid,),) = until(lambda: db.execute(waiting).fetchall(), 20, "the publication to wait for the row")
     db.execute("SELECT pg_terminate_backend(%s)" if trouble == "terminated" else "SELECT pg_cancel_backend(%s)", (pid,))
+
+
+def test_a_role_that_is_read_only_by_default_is_told_so(conninfo: str, name: str) -> None:
+    """The server does take writes, so nobody need look for another one."""
+    read_only = make_conninfo(conninfo, options="-c default_transaction_read_only=on")
+    source = Run(Target(conninfo, name), conninfo=read_only, patienceSeconds="0.1")
+    with pytest.raises(psycopg.errors.ReadOnlySqlTransaction, match=r"default_transaction_read_only is on for \w+ at"):
+        source.register()
