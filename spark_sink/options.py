@@ -282,7 +282,13 @@ def check_source_options(given: Mapping[str, str]) -> Options:
             chosen[option] = _READ[option][0](chosen[option].lower())
         except (KeyError, ValueError):
             raise ConfigurationError(f"{_camel(option)}={chosen[option]!r} must be {_READ[option][1]}") from None
-    return check_options(**chosen, kafka=settings or None, small_batch=0)
+    options = check_options(**chosen, kafka=settings or None, small_batch=0)
+    if options.job_id is not None and options.ledger == "offsets":
+        raise ConfigurationError(
+            "jobId is for batch jobs with ledger=batch-id: where rows have offsets, these tell what was written, under "
+            "whatever name. Leave it out"
+        )
+    return options
 
 
 def _camel(name: str) -> str:

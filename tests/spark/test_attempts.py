@@ -279,6 +279,20 @@ def test_also_that_leaves_a_block_open_is_refused(place: Place, transaction: str
     assert (place.written(), place.ledger()) == ([], [0])
 
 
+@both
+def test_what_a_deferred_constraint_refuses_at_commit_is_named(
+    place: Place, db: psycopg.Connection[Any], transaction: str
+) -> None:
+    """Postgres names the constraint, and nobody else says which batch, table and offsets it was."""
+    db.execute(f'ALTER TABLE {place.name} ADD UNIQUE (partition, "offset") DEFERRABLE INITIALLY DEFERRED')
+    db.execute(f"INSERT INTO {place.name} VALUES (0, 3)")
+    work = place.work(place.owners(), place.ranges(5))
+    said = rf"batch 0 of group '{place.name}' into {place.name}: COMMIT, .* {place.name}\[0\] offsets 0 to 4: duplicate"
+    with pytest.raises(psycopg.errors.UniqueViolation, match=said):
+        run(transaction, work, place.input(transaction, range(5)))
+    assert (place.written(), place.ledger()) == ([(0, 3)], [0])
+
+
 def test_a_task_without_rows_opens_no_transaction(place: Place) -> None:
     work = place.work(place.owners(), place.ranges(5))
     assert run("partition", work, [place.rows()]) == {}
