@@ -291,6 +291,7 @@ def test_spark_finds_the_format_by_itself(spark: SparkSession) -> None:
 
 def test_what_cannot_work_is_refused_when_the_query_starts(scene: Scene) -> None:
     scene.produce(1)
+    options: Any
     for frame, options, said in [
         (scene.stream(), {"tabel": "x"}, "no option tabel"),
         (scene.stream(), {"jobId": "x"}, "jobId is for batch jobs"),
