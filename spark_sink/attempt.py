@@ -139,8 +139,8 @@ class Attempt:
         self.writers = writers or [part.options.writer() for part in work.parts]
         self._watcher = work.options.watcher(self.session, kin)
         self._may_have_committed = False
-        # Whether the ledger's rows are rotated: on the driver now and then, in tasks never.
-        self.rotates = session is not None and rotates_at(work.batch_id)
+        # Whether the ledger's rows are rotated: on the driver, who brings writers, now and then; in tasks never.
+        self._rotates = bool(writers) and rotates_at(work.batch_id)
 
     def __enter__(self) -> Self:
         return self
@@ -291,7 +291,7 @@ class Attempt:
                 # On the driver it would end the thread whose answer Java waits for, and not the process.
                 raise RuntimeError(f"in_transaction= called sys.exit({error.code})") from error
         advances = [
-            replace(each, expected=moves[p][0], next_offset=moves[p][1], rotates=self.rotates)
+            replace(each, expected=moves[p][0], next_offset=moves[p][1], rotates=self._rotates)
             for each in self.work.grants
             if (p := each.partition) in moves
         ]

@@ -297,8 +297,6 @@ def _disk(location: str) -> _Disk | None:
 
 
 class _Disk:
-    """Files on this machine's disk."""
-
     def __init__(self, root: Path) -> None:
         self._root = root
 

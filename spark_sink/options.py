@@ -221,7 +221,6 @@ def _checked_tables(given: Mapping[str, Any], tables: Mapping[str, Mapping[str, 
 
 
 def _check_target(options: Options) -> None:
-    """Check what is said of one table."""
     if options.ledger == "offsets" and options.mode == "replace":
         raise ConfigurationError(
             "mode='replace' is for aggregations in output mode complete; it needs ledger='batch-id', "

@@ -36,7 +36,7 @@ from .errors import RowsOutOfOrder, StageLost
 from .frame import columns_of
 from .offset_log import NotKafka, OffsetLog, on_disk
 from .options import Options
-from .owners import Owners, ask, claim, grant_of, query_row, rotates_at
+from .owners import Owners, ask, claim, grant_of, query_row
 from .ranges import NO_PLACE, PLACES, ObservedRange, Range, looked_through, one_batch, refuse_older, remaining, spans
 from .stream_query import refuse_kept_rows
 
@@ -166,7 +166,6 @@ def publish(options: Options, schema: StructType, staged: Sequence[Staged], *, r
             ExitStack() as stack,
             Attempt(work, writers=[options.writer()], kin=batch.run_id) as attempt,
         ):
-            attempt.rotates = rotates_at(batch.batch_id)
             ledger = options.ledger_in(attempt.session, batch.query_id)
             attempt.begin()
             inside = ledger.inside(attempt.unit.connection)
@@ -299,7 +298,6 @@ class StagedCommit:
         return [pa.concat_tables(tables).sort_by([(place, "ascending") for place in PLACES])]
 
     def _fetch(self, chunk: Chunk) -> pa.Table:
-        """Read staged rows."""
         statement = query("spark_get", self._options.schema)
         parameters = {"attempt": chunk.attempt, "number": chunk.number}
         cursor = cursor_on(self._attempt.unit.connection)
