@@ -33,7 +33,7 @@ from exactly_once._log import about
 from exactly_once._model import Advance, Partition
 from exactly_once.errors import AlreadyApplied, HandlerCommitted
 from exactly_once.ledger import claims, dead_letters
-from exactly_once.ledger.outcome import SHORT_COUNT
+from exactly_once.ledger.outcome import SHORT_COUNT, Fault, classify
 from exactly_once.ledger.retry import at_start
 from exactly_once.ledger.session import Session, cursor_on, last_row
 from exactly_once.ledger.sql import query
@@ -139,8 +139,8 @@ class Attempt:
         self.writers = writers or [part.options.writer() for part in work.parts]
         self._watcher = work.options.watcher(self.session, kin)
         self._may_have_committed = False
-        # Whether the ledger's rows are rotated: on the driver now and then, in tasks never.
-        self.rotates = session is not None and rotates_at(work.batch_id)
+        # Whether the ledger's rows are rotated: on the driver, who brings writers, now and then; in tasks never.
+        self._rotates = bool(writers) and rotates_at(work.batch_id)
 
     def __enter__(self) -> Self:
         return self
@@ -291,7 +291,7 @@ class Attempt:
                 # On the driver it would end the thread whose answer Java waits for, and not the process.
                 raise RuntimeError(f"in_transaction= called sys.exit({error.code})") from error
         advances = [
-            replace(each, expected=moves[p][0], next_offset=moves[p][1], rotates=self.rotates)
+            replace(each, expected=moves[p][0], next_offset=moves[p][1], rotates=self._rotates)
             for each in self.work.grants
             if (p := each.partition) in moves
         ]
@@ -305,7 +305,16 @@ class Attempt:
             self.unit.commit(advances)
         except psycopg.Error as error:
             if error.sqlstate != SHORT_COUNT:
-                raise
+                is_by_data = classify(error, connection_lost=self.unit.is_lost) is Fault.HANDLER
+                if not (is_by_data and self.unit.is_unknown):
+                    raise
+                # All before COMMIT has passed.
+                tables = ", ".join(str(part.options.table) for part in self.work.parts)
+                places = [f"{p} offsets {a} to {b - 1}" for p, (a, b) in moves.items() if not p.counts_batches]
+                raise type(error)(
+                    f"batch {self.work.batch_id} of {self.work.options.group} into {tables}: COMMIT, at which deferred "
+                    f"constraints are checked, refuses {', '.join(places) or 'its rows'}: {error}"
+                ) from error
             self.unit.roll_back()
             standing = self.standing()  # or it is a zombie's
             landed = {p: standing[p] for p in moves}

@@ -60,8 +60,6 @@ class ExactlyOncePostgres(DataSource):
 
 
 class _Writer:
-    """What both writers do."""
-
     def __init__(self, options: Options, schema: StructType) -> None:
         self._options = options
         self._schema = schema

@@ -53,7 +53,7 @@ def define(connection: Connection, options: Options, schema: StructType | None) 
     """Make or extend the table of a frame, where that was asked for; return what was executed.
 
     :raises FrameError: for a column that can be none of Postgres, by its type or its name.
-    :raises TableError: when there is no table and none is to be made, or the role may not do it.
+    :raises TableError: when there is no table and none is to be made, or the role may not do it, or it would not stay.
     """
     name = str(options.table)
     table: Table | None = None
@@ -71,6 +71,8 @@ def define(connection: Connection, options: Options, schema: StructType | None) 
         # Another driver may have made it meanwhile, of fewer columns. Of what is no name there is still none.
         with contextlib.suppress(TableMissing):
             table = read_table(connection, name)
+    if table is not None and table.schema.startswith("pg_temp_"):
+        raise TableError(f"{name} is a temporary table, which ends with its connection; name the schema of another one")
     if table is not None and schema is not None:
         executed += _execute(connection, name, add_columns(table, new_columns(schema, options, table)))
     return executed

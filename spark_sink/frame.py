@@ -30,8 +30,7 @@ _JSON = ("json", "jsonb")
 _NESTED = ("map", "struct", "variant")
 _WHOLE = ("tinyint", "smallint", "int", "bigint")
 # What names the columns that say where a row comes from, and their types in Kafka's source.
-_PLACE_OPTIONS = ("topic_column", "partition_column", "offset_column")
-_PLACE_KINDS = ("string", "int", "bigint")
+_PLACE_KINDS = {"topic_column": "string", "partition_column": "int", "offset_column": "bigint"}
 # Spark's own forms leave out microseconds, and fields that are null. In UTC an instant has one form, whatever the
 # session's time zone: as a part of a key it is the same row, and the same value in a comparison.
 _JSON_FORM = {
@@ -68,7 +67,7 @@ def fit(frame: DataFrame, table: Table, options: Options, key: Sequence[str] = (
     fields, forms = match(frame.schema, table, options, key)
     places: list[str] = []
     if has_places(frame.schema, options):
-        kinds = zip(options.place_columns, _PLACE_KINDS, PLACES, strict=True)
+        kinds = zip(options.place_columns, _PLACE_KINDS.values(), PLACES, strict=True)
         places = [f"CAST({_quoted(name)} AS {kind}) AS {place}" for name, kind, place in kinds]
     nested: dict[str, SparkColumn] = {}
     for name in [name for name, form in forms.items() if form == "json"]:
@@ -76,7 +75,7 @@ def fit(frame: DataFrame, table: Table, options: Options, key: Sequence[str] = (
         text, odd = F.to_json(F.col(_quoted(name)), _JSON_FORM), _not_a_number(_quoted(name), fields[name].dataType)
         said = f"column {name!r}: JSON has no NaN and no infinity; write null in the frame, or leave the row out"
         refused = F.raise_error(F.lit(said))
-        nested[name] = text if odd is None else F.when(F.expr(odd), refused).otherwise(text)
+        nested[name] = F.when(F.expr(odd), refused).otherwise(text) if odd else text
     # As SQL, in one call: each function of pyspark is several round trips to Java, in every batch.
     written = [
         f"CAST({_quoted(name)} AS {_OF_NULLS[fields[name].dataType.typeName()]}) AS {_quoted(name)}"
@@ -184,7 +183,7 @@ def check_places(schema: StructType, options: Options) -> dict[str, StructField]
             raise FrameError(f"column {claim!r} (claim=) is {found}: the key of an event is text or a whole number")
     if not has_places(schema, options):
         return fields
-    for option, name, kind in zip(_PLACE_OPTIONS, options.place_columns, _PLACE_KINDS, strict=True):
+    for (option, kind), name in zip(_PLACE_KINDS.items(), options.place_columns, strict=True):
         if name not in fields:
             raise FrameError(
                 f"the frame has no column {name!r} ({option}=): topic, partition and offset of Kafka's source "
@@ -260,10 +259,9 @@ def _form(field: StructField, column: Column, table: Table) -> Form:
     return "itself"
 
 
-def _not_a_number(value: str, kind: DataType, depth: int = 0) -> str | None:
-    """Return SQL that tells whether NaN or infinity is within; None where none can be."""
+def _not_a_number(value: str, kind: DataType, depth: int = 0) -> str:
+    """Return SQL that tells whether NaN or infinity is within; empty where none can be."""
     name, item = kind.typeName(), f"x{depth}"
-    parts: list[str] = []
     if name in ("float", "double"):
         return f"coalesce({value} IN (double('NaN'), double('Infinity'), -double('Infinity')), false)"
     if name == "struct":
@@ -272,19 +270,17 @@ def _not_a_number(value: str, kind: DataType, depth: int = 0) -> str | None:
             raise FrameError(
                 f"{value} has several fields called {', '.join(map(repr, twice))}, of which JSON keeps one; rename them"
             )
-        for each in kind.fields:  # type: ignore[attr-defined]
-            found = _not_a_number(f"{value}.{_quoted(each.name)}", each.dataType, depth)
-            parts += [] if found is None else [found]
-    elif name == "array":
-        found = _not_a_number(item, kind.elementType, depth + 1)  # type: ignore[attr-defined]
-        parts += [] if found is None else [f"coalesce(exists({value}, {item} -> {found}), false)"]
-    elif name == "map":
+        fields = kind.fields  # type: ignore[attr-defined]
+        found = (_not_a_number(f"{value}.{_quoted(each.name)}", each.dataType, depth) for each in fields)
+        return " OR ".join(filter(None, found))
+    if name == "map":
         key = kind.keyType.typeName()  # type: ignore[attr-defined]
         if key not in ("string", "byte", "short", "integer", "long", "boolean"):
             raise FrameError(f"{value} is a map with keys of type {key}, which JSON has not; cast them to string")
-        found = _not_a_number(item, kind.valueType, depth + 1)  # type: ignore[attr-defined]
-        parts += [] if found is None else [f"coalesce(exists(map_values({value}), {item} -> {found}), false)"]
-    return " OR ".join(parts) or None
+        value = f"map_values({value})"
+    items: DataType | None = getattr(kind, "valueType", None) or getattr(kind, "elementType", None)
+    inner = "" if items is None else _not_a_number(item, items, depth + 1)
+    return inner and f"coalesce(exists({value}, {item} -> {inner}), false)"
 
 
 def _quoted(name: str) -> str:

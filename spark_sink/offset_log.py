@@ -97,8 +97,8 @@ class OffsetLog:
             starts = self.ends(batch_id - 1) or {}
         else:
             for name in _sources(self._read("offsets/0") or b"", self.location):
-                text = self._read(f"sources/{name}/0")
-                starts |= {} if text is None else parse_initial(text)
+                # Begins with a zero byte, for the sake of Spark 2.1, and a line of its version.
+                starts |= _kafka_offsets((self._read(f"sources/{name}/0") or b"").decode().partition("\n")[2])
         self._ends = batch_id, ends
         return [Range(partition=p, start=starts.get(p), end=end) for p, end in sorted(ends.items())]
 
@@ -202,11 +202,6 @@ def parse_offsets(text: bytes, location: str) -> dict[Partition, int]:
     return found
 
 
-def parse_initial(text: bytes) -> dict[Partition, int]:
-    """Read the first offsets of a source; the file begins with a zero byte, for the sake of Spark 2.1."""
-    return _kafka_offsets(text.lstrip(b"\0").decode().partition("\n")[2].strip())
-
-
 def _by_topic(offsets: Mapping[Partition, int]) -> dict[str, dict[str, int]]:
     found: dict[str, dict[str, int]] = {}
     for partition, offset in sorted(offsets.items()):
@@ -302,8 +297,6 @@ def _disk(location: str) -> _Disk | None:
 
 
 class _Disk:
-    """Files on this machine's disk."""
-
     def __init__(self, root: Path) -> None:
         self._root = root
 

@@ -221,7 +221,6 @@ def _checked_tables(given: Mapping[str, Any], tables: Mapping[str, Mapping[str, 
 
 
 def _check_target(options: Options) -> None:
-    """Check what is said of one table."""
     if options.ledger == "offsets" and options.mode == "replace":
         raise ConfigurationError(
             "mode='replace' is for aggregations in output mode complete; it needs ledger='batch-id', "
@@ -282,7 +281,13 @@ def check_source_options(given: Mapping[str, str]) -> Options:
             chosen[option] = _READ[option][0](chosen[option].lower())
         except (KeyError, ValueError):
             raise ConfigurationError(f"{_camel(option)}={chosen[option]!r} must be {_READ[option][1]}") from None
-    return check_options(**chosen, kafka=settings or None, small_batch=0)
+    options = check_options(**chosen, kafka=settings or None, small_batch=0)
+    if options.job_id is not None and options.ledger == "offsets":
+        raise ConfigurationError(
+            "jobId is for batch jobs with ledger=batch-id: where rows have offsets, these tell what was written, under "
+            "whatever name. Leave it out"
+        )
+    return options
 
 
 def _camel(name: str) -> str:

@@ -66,10 +66,6 @@ class Owners:
         # as it is, so ``generation`` stays.
         self.held: dict[Partition, Advance] = {}
 
-    def existing(self, topics: Iterable[str]) -> set[Partition]:
-        """Return which partitions of topics have rows."""
-        return self._ledger.known(topics)[0]
-
     def take(self, ranges: Sequence[Range], *, batch_id: int) -> dict[Partition, int]:
         """Own every partition of the ranges; return where their rows stand now.
 

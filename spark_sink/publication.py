@@ -11,11 +11,11 @@ from __future__ import annotations
 import itertools
 import json
 import logging
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 from uuid import UUID, uuid4
 
 import psycopg
@@ -36,7 +36,7 @@ from .errors import RowsOutOfOrder, StageLost
 from .frame import columns_of
 from .offset_log import NotKafka, OffsetLog, on_disk
 from .options import Options
-from .owners import Owners, ask, claim, grant_of, query_row, rotates_at
+from .owners import Owners, ask, claim, grant_of, query_row
 from .ranges import NO_PLACE, PLACES, ObservedRange, Range, looked_through, one_batch, refuse_older, remaining, spans
 from .stream_query import refuse_kept_rows
 
@@ -79,29 +79,26 @@ class Staged(WriterCommitMessage):
 
 def stage(options: Options, batch: RunBatch, batches: Iterable[pa.RecordBatch]) -> Staged:
     """Stage the rows of one attempt; no transaction holds them together."""
-    attempt = uuid4()
-    chunks = []
+    attempt, chunks = uuid4(), list[Chunk]()
+    has_places = options.ledger == "offsets"
     # Connects when the first rows come: most tasks behind a shuffle have none.
     with closing(options.session()) as session:
-        for number, rows in enumerate(_in_chunks(options, batches)):
-            out = pa.BufferOutputStream()
-            with pa.ipc.new_stream(out, rows.schema, options=pa.ipc.IpcWriteOptions(compression="lz4")) as writer:
-                writer.write_table(rows)
-            tag = {"attempt": attempt, "number": number, "run_id": batch.run_id, "batch_id": batch.batch_id}
-            ask(session.connection, options.group, "spark_put", **tag, chunk=bytes(out.getvalue()))
-            found = spans(placed(options, rows)) if options.ledger == "offsets" else ()
-            chunks.append(Chunk(attempt, number, rows.num_rows, tuple(found)))
+        for given in batches:
+            rows = pa.Table.from_batches([given])
+            if has_places:
+                rows = placed(options, rows)
+                if options.minds_order:
+                    rows = rows.sort_by([(place, "ascending") for place in PLACES])
+            size = max(1, given.num_rows * CHUNK_BYTES // max(given.nbytes, CHUNK_BYTES))
+            for start in range(0, rows.num_rows, size):
+                some = rows.slice(start, size)
+                sent, out = some.select(given.schema.names), pa.BufferOutputStream()
+                with pa.ipc.new_stream(out, sent.schema, options=pa.ipc.IpcWriteOptions(compression="lz4")) as writer:
+                    writer.write_table(sent)
+                tag = {"attempt": attempt, "number": len(chunks), "run_id": batch.run_id, "batch_id": batch.batch_id}
+                ask(session.connection, options.group, "spark_put", **tag, chunk=bytes(out.getvalue()))
+                chunks.append(Chunk(attempt, len(chunks), some.num_rows, tuple(spans(some)) if has_places else ()))
     return Staged(batch, tuple(chunks))
-
-
-def _in_chunks(options: Options, batches: Iterable[pa.RecordBatch]) -> Iterator[pa.Table]:
-    for batch in batches:
-        rows = pa.Table.from_batches([batch])
-        if options.ledger == "offsets" and options.minds_order:
-            sortable = placed(options, rows).sort_by([(place, "ascending") for place in PLACES])
-            rows = sortable.drop_columns(list(PLACES))
-        size = max(1, rows.num_rows * CHUNK_BYTES // max(rows.nbytes, CHUNK_BYTES))
-        yield from (rows.slice(start, size) for start in range(0, rows.num_rows, size))
 
 
 def placed(options: Options, rows: pa.Table) -> pa.Table:
@@ -169,7 +166,6 @@ def publish(options: Options, schema: StructType, staged: Sequence[Staged], *, r
             ExitStack() as stack,
             Attempt(work, writers=[options.writer()], kin=batch.run_id) as attempt,
         ):
-            attempt.rotates = rotates_at(batch.batch_id)
             ledger = options.ledger_in(attempt.session, batch.query_id)
             attempt.begin()
             inside = ledger.inside(attempt.unit.connection)
@@ -206,6 +202,7 @@ class StagedCommit:
         # What this query is called in the database; a batch job by its own name, as it has no checkpoint.
         job_id = self._options.job_id
         self._name = batch.query_id if job_id is None else f"job {job_id}"
+        self._ask = partial(ask, attempt.unit.connection, self._options.group, run_id=batch.run_id)
         # How far the run has written each row of the ledger; :meth:`_recall` reads it, :meth:`write` moves it.
         self._ended: dict[Partition, int] = {}
         self._log: OffsetLog | None = None
@@ -223,7 +220,7 @@ class StagedCommit:
             self._log = on_disk(options.checkpoint_location, batch.query_id, warns=published is None)
         part, is_known = self._fit(schema, is_first=published is None, is_job=is_job)
         if is_known and options.job_id is not None and options.mode != "replace":
-            self._run("spark_unstage", batch_id=batch.batch_id)
+            self._ask("spark_unstage", batch_id=batch.batch_id)
             logger.warning(
                 "job %r of %s had been written before, so nothing of it is written; another jobId, or none, writes it",
                 options.job_id,
@@ -242,7 +239,7 @@ class StagedCommit:
             next_offsets = owners.take(ranges, batch_id=batch.batch_id)
             todo = remaining(ranges, next_offsets, options.group)
         elif not counted:
-            told = self._run("spark_fingerprint", query_id=self._name, batch_id=found - 1)
+            told = self._ask("spark_fingerprint", query_id=self._name, batch_id=found - 1)
             refuse_older(found, batch_id, told, fingerprint, options.group)
         attempt.work = replace(
             attempt.work,
@@ -254,11 +251,11 @@ class StagedCommit:
             attempt.fill(self._rows(chunks), next_offsets)
         # Where offsets tell what was written, an older copy of the checkpoint takes the batch ids back.
         self._ended |= {r.partition: r.end for r in ranges} | {self._query: batch_id + 1}
-        self._run("spark_hold", held=to_json(owners.held, self._ended))
-        self._run("spark_unstage", batch_id=batch.batch_id)
+        self._ask("spark_hold", held=to_json(owners.held, self._ended))
+        self._ask("spark_unstage", batch_id=batch.batch_id)
         done = {"row_count": attempt.result.rows, "dropped": attempt.result.dropped}
         report = options.report(self._name, batch.run_id, batch_id, fingerprint if is_job or not ranges else None)
-        ask(attempt.unit.connection, options.group, "spark_report", **report, **done)
+        self._ask("spark_report", **report, **done)
         if ranges and not todo:  # such a batch is not read, and its report counts none; the log tells of it
             attempt.result.dropped = sum(chunk.row_count for chunk in chunks)
         moves = {r.partition: (r.first, r.end) for r in todo if r.partition != self._query}
@@ -301,7 +298,6 @@ class StagedCommit:
         return [pa.concat_tables(tables).sort_by([(place, "ascending") for place in PLACES])]
 
     def _fetch(self, chunk: Chunk) -> pa.Table:
-        """Read staged rows."""
         statement = query("spark_get", self._options.schema)
         parameters = {"attempt": chunk.attempt, "number": chunk.number}
         cursor = cursor_on(self._attempt.unit.connection)
@@ -316,8 +312,12 @@ class StagedCommit:
 
     def _recall(self) -> tuple[int, int | None]:
         """Read what this run has acquired; return the query's next batch id, and the one this run has left there."""
-        (held,) = self._run("spark_held").fetchone() or ([],)
-        self._owners.held, self._ended = from_json(held)
+        (held,) = self._ask("spark_held").fetchone() or ([],)
+        for topic, number, token, epoch, topic_id, ended in held:
+            partition = Partition(topic, number)
+            self._owners.held[partition] = grant_of(partition, UUID(token), epoch, topic_id)
+            if ended is not None:
+                self._ended[partition] = ended
         if self._query not in self._owners.held:
             raise Fenced(
                 f"the database of {self._options.group} does not know this run any more: it was set back, "
@@ -326,24 +326,11 @@ class StagedCommit:
         next_batch = self._owners.find([self._query])[self._query]
         published = self._ended.get(self._query)
         if published is None:
-            before = self._run("spark_ended_before", query_id=self._name, batch_id=self._batch.batch_id)
+            before = self._ask("spark_ended_before", query_id=self._name, batch_id=self._batch.batch_id)
             self._ended |= {Partition(topic, number): ended for topic, number, ended in before}
         return next_batch, published
 
-    def _run(self, name: str, /, **parameters: Any) -> psycopg.Cursor[Any]:
-        connection, group = self._attempt.unit.connection, self._options.group
-        return ask(connection, group, name, run_id=self._batch.run_id, **parameters)
-
 
 def to_json(held: Mapping[Partition, Advance], ended: Mapping[Partition, int]) -> str:
-    """Write down what a run has acquired, and how far it has written each row."""
+    """Write down what a run has acquired, and how far it has written each row, for :meth:`StagedCommit._recall`."""
     return json.dumps([(*p, str(each.token), each.epoch, each.topic_id, ended.get(p)) for p, each in held.items()])
-
-
-def from_json(found: list[list[Any]]) -> tuple[dict[Partition, Advance], dict[Partition, int]]:
-    """Read it again."""
-    rows = [(Partition(topic, number), *rest) for topic, number, *rest in found]
-    held = {
-        partition: grant_of(partition, UUID(token), epoch, topic_id) for partition, token, epoch, topic_id, _ in rows
-    }
-    return held, {partition: ended for partition, *_, ended in rows if ended is not None}

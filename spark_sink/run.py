@@ -88,10 +88,10 @@ class Run:
         self._session = options.session()
         self._short = partial(self._session.ledger_transaction, lock_timeout_seconds=LOCK_SECONDS)
         self._watcher = options.watcher(self._session, self._session.instance)
-        ledger = options.ledger_in(self._session, self.query_id, self._watcher.acquiring)
+        self._ledger = options.ledger_in(self._session, self.query_id, self._watcher.acquiring)
         self._counts = options.ledger == "batch-id"
-        starter = options.starter(ledger)
-        self._owners = Owners(ledger, starter=starter, counts=self._counts)
+        starter = options.starter(self._ledger)
+        self._owners = Owners(self._ledger, starter=starter, counts=self._counts)
         ends = ExitStack()
         ends.callback(self._session.close)
         ends.callback(self._watcher.close)
@@ -276,7 +276,7 @@ class Run:
             was_set_back = any(next_offsets.get(r.partition, 0) < mark.offsets.get(r.partition, 0) for r in ranges)
             if failure is None or was_set_back:
                 raise
-            existing = self._patiently(self._owners.existing, {r.partition.topic for r in ranges})
+            existing, _ = self._patiently(self._ledger.known, {r.partition.topic for r in ranges})
             raise not_written(failure, batch_id, ranges, next_offsets, existing, group=group) from None
         if failure is not None:
             self._log.settle_failure(group_id)

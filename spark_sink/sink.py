@@ -129,8 +129,10 @@ class PostgresSink:
         With ``ledger="offsets"`` a frame without Kafka's columns, such as an aggregate of the batch, is written whole;
         a batch of which the ledger has a part is refused then. Raises as a call does.
         """
+        from pyspark.sql import SparkSession  # noqa: PLC0415 - not needed to make a sink
+
         try:
-            session = _session_of(frames)
+            session = next((frame.sparkSession for frame in frames.values()), None) or SparkSession.active()
             query = find(session)
             run_id = None if query is None else query.run_id
             with _locks.setdefault((run_id, self._options.group_id), threading.RLock()):
@@ -219,13 +221,6 @@ class PostgresSink:
     def __getstate__(self) -> dict[str, Any]:
         """Leave the run behind: over Spark Connect the sink is sent to another process."""
         return self.__dict__ | {"_run": None}
-
-
-def _session_of(frames: Mapping[str, DataFrame]) -> SparkSession:
-    """Return the session of frames; without a frame the one that is calling."""
-    from pyspark.sql import SparkSession  # noqa: PLC0415 - not needed to make a sink
-
-    return next((frame.sparkSession for frame in frames.values()), None) or SparkSession.active()
 
 
 def _are_alike(frames: Mapping[str, DataFrame], others: Mapping[str, DataFrame]) -> bool:

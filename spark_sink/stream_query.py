@@ -44,10 +44,6 @@ class StreamQuery:
         """Whether it still runs; one of a JVM that is gone does not."""
         return _answered(self._execution.isActive) is True
 
-    def is_of(self, session: Any) -> bool:
-        """Tell whether it is this session's own query; Spark 3.5 does not say."""
-        return _answered(lambda: self._execution.sparkSessionForStream().equals(session)) is True
-
     def checkpoint(self) -> str:
         """Return where its checkpoint is."""
         return str(self._execution.resolvedCheckpointRoot())
@@ -94,12 +90,13 @@ def find(spark: SparkSession) -> StreamQuery | None:
     """
     if not hasattr(spark, "_jsparkSession"):
         return None
-    session, context = spark._jsparkSession, spark.sparkContext  # noqa: SLF001 - see above
-    gateway = context._gateway  # noqa: SLF001
-    active = session.sharedState().activeStreamingQueries().values()
-    running = (StreamQuery(str(each.id()), str(each.runId()), each, gateway) for each in active)
-    name = context.getLocalProperty("sql.streaming.queryId")
-    return next((query for query in running if query.query_id == name or query.is_of(session)), None)
+    session, gateway = spark._jsparkSession, spark.sparkContext._gateway  # noqa: SLF001 - see above
+    name = spark.sparkContext.getLocalProperty("sql.streaming.queryId")
+    for each in session.sharedState().activeStreamingQueries().values():
+        # Spark 3.5 does not tell whose session a query has.
+        if str(each.id()) == name or session.equals(_answered(each.sparkSessionForStream)):
+            return StreamQuery(str(each.id()), str(each.runId()), each, gateway)
+    return None
 
 
 def refuse_kept_rows(stateful: list[str], options: Options) -> None:

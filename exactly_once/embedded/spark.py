@@ -76,15 +76,16 @@ def session(
 def _running(
     name: str, master: str, settings: Mapping[str, str], *, end_seconds: float = _END_SECONDS
 ) -> Iterator[SparkSession]:
-    os.environ.update(environment())
+    variables = environment()
+    os.environ.update(variables)
     from pyspark import SparkContext  # noqa: PLC0415  (an extra brings it)
     from pyspark.sql import SparkSession  # noqa: PLC0415
 
     scratch = cache_directory() / "spark-scratch"
     make_writable(scratch)
     chosen = _SETTINGS | {
-        "spark.driver.defaultJavaOptions": _java_options(),
-        "spark.executor.defaultJavaOptions": _java_options(),
+        "spark.driver.defaultJavaOptions": variables["SPARK_LAUNCHER_OPTS"],
+        "spark.executor.defaultJavaOptions": variables["SPARK_LAUNCHER_OPTS"],
         # Spark leaves empty directories in the one it works in.
         "spark.driver.extraJavaOptions": f"-Duser.dir={shlex.quote(str(scratch))}",
         "spark.jars": ",".join(map(str, kafka_source())),
@@ -152,12 +153,16 @@ def environment() -> dict[str, str]:
     Raises `MissingExtra` without pyspark, `DownloadError` if a Java is needed and cannot be had.
     """
     spark_version()
+    options = _JAVA_OPTIONS
+    archive = _archive()
+    if archive is not None and archive.exists() and archive.stat().st_size:
+        options += f" -XX:SharedArchiveFile={shlex.quote(str(archive))} -Xlog:cds*=off"
     return {
         "JAVA_HOME": str(java_home()),
         "PYSPARK_DRIVER_PYTHON": sys.executable,
         "PYSPARK_PYTHON": sys.executable,
-        "SPARK_DAEMON_JAVA_OPTS": _java_options(),
-        "SPARK_LAUNCHER_OPTS": _java_options(),
+        "SPARK_DAEMON_JAVA_OPTS": options,
+        "SPARK_LAUNCHER_OPTS": options,
         "SPARK_LOCAL_IP": "127.0.0.1",
     }
 
@@ -247,13 +252,6 @@ def _archive() -> Path | None:
     of = [(str(path), path.stat().st_mtime_ns) for path in paths], os.environ.get("SPARK_CONF_DIR")
     digest = hashlib.sha256(repr(of).encode()).hexdigest()
     return cache_directory() / "spark-classes" / f"{spark_version()}-{digest[:16]}.jsa"
-
-
-def _java_options() -> str:
-    archive = _archive()
-    if archive is None or not archive.exists() or not archive.stat().st_size:
-        return _JAVA_OPTIONS
-    return f"{_JAVA_OPTIONS} -XX:SharedArchiveFile={shlex.quote(str(archive))} -Xlog:cds*=off"
 
 
 if __name__ == "__main__":

@@ -403,9 +403,14 @@ class Session:
             connection, opening = self.after_a_pause(
                 lambda connection: execute(connection, self.schema, "begin_ledger", **values)
             )
-            pid, is_read_only = last_row(opening)
+            pid, is_read_only, is_standby = last_row(opening)
             if is_read_only:  # said at once, because what only looks would never be refused
-                raise psycopg.errors.ReadOnlySqlTransaction("the server takes no writes")
+                raise psycopg.errors.ReadOnlySqlTransaction(
+                    f"{address(connection)} is a standby, which takes no writes"
+                    if is_standby
+                    else f"default_transaction_read_only is on for {connection.info.user} at {address(connection)}: of "
+                    "the role, the database, the server or the connection string"
+                )
             yield connection, pid
             cursor_on(connection).execute("COMMIT", prepare=False)
         except psycopg.errors.ReadOnlySqlTransaction:

@@ -402,6 +402,12 @@ SPARK = (
             "            pass\n    if table",
         ),
         (
+            "define-temporary",
+            "rows go into a table that ends with its connection: loses",
+            'if table is not None and table.schema.startswith("pg_temp_"):',
+            "if False:",
+        ),
+        (
             "define-unasked",
             "columns are added though nobody has asked for it",
             "if table is not None and options.evolve is None:",

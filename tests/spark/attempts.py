@@ -11,13 +11,14 @@ import psycopg
 import pyarrow as pa  # type: ignore[import-untyped]
 
 from exactly_once._model import Partition
+from exactly_once.ledger.commands import DEFAULT_SCHEMA
 from exactly_once.ledger.rows import Ledger
 from exactly_once.ledger.session import Session, connector
 from exactly_once.ledger.stale_owners import StaleBackendTerminator
 from spark_sink.attempt import END, Part, Work, write_task
 from spark_sink.options import check_options
 from spark_sink.owners import Owners, query_row
-from spark_sink.ranges import OFFSET, PARTITION, TOPIC, Range
+from spark_sink.ranges import OFFSET, PARTITION, TOPIC, Group, Range
 
 
 class Place:
@@ -27,6 +28,16 @@ class Place:
         self.conninfo = conninfo
         self.name = name
         self.sessions: list[Session] = []
+
+    @property
+    def group(self) -> Group:
+        """The group, as errors name it."""
+        return Group(self.name, DEFAULT_SCHEMA)
+
+    def close(self) -> None:
+        """Close the connections of its drivers."""
+        for session in self.sessions:
+            session.close()
 
     def ranges(self, *ends: int, start: int = 0) -> list[Range]:
         """What a batch covers: one partition for each end."""
@@ -77,6 +88,10 @@ class Place:
         empty = self.rows()
         columns = [pa.nulls(1, field.type) for field in empty.schema][:-1]
         return pa.RecordBatch.from_arrays([*columns, pa.array([1], pa.int32())], schema=empty.schema)
+
+    def input(self, transaction: str, *offsets: Iterable[int]) -> list[pa.RecordBatch]:
+        """All rows that there are, and what tells a task so."""
+        return [self.rows(*offsets), *([self.mark()] if transaction == "batch" else [])]
 
     def written(self) -> list[tuple[int, int]]:
         """What is in the table."""

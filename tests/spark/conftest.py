@@ -7,8 +7,9 @@ import importlib.util
 import signal
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+import psycopg
 import pytest
 
 from tests.support.require import skip_unless
@@ -17,6 +18,7 @@ from tests.support.waiting import SPARK_SECONDS
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
+    from tests.spark.attempts import Place
     from tests.spark.scene import Scene
 
 HERE = Path(__file__).parent
@@ -71,6 +73,18 @@ def journaled(conninfo: str) -> str:
 
     journal.create(conninfo)
     return conninfo
+
+
+@pytest.fixture
+def place(conninfo: str, name: str, db: psycopg.Connection[Any]) -> Iterator[Place]:
+    """A table of offsets and the group that writes it, for tasks that are called without Spark."""
+    from tests.spark.attempts import Place  # noqa: PLC0415  (imports pyarrow)
+
+    db.execute(f'CREATE TABLE {name} (partition int NOT NULL, "offset" bigint NOT NULL)')
+    place = Place(conninfo, name)
+    yield place
+    place.close()
+    db.execute(f"DROP TABLE {name}")
 
 
 @pytest.fixture

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import psycopg
+import pytest
 from confluent_kafka import TopicPartition
 from confluent_kafka.admin import AdminClient
 from pyspark.sql import DataFrame, SparkSession
@@ -22,6 +23,14 @@ Change = Callable[[DataFrame], DataFrame]
 Sink = Callable[[DataFrame, int], None]
 
 JOURNAL = "journal.entries"
+# Options of the sink for each of its ways to write.
+MODES: dict[str, dict[str, Any]] = {
+    "batch": {},
+    "small": {"small_batch": 1000},
+    "partition": {"transaction": "partition"},
+    "batch-id": {"ledger": "batch-id"},
+}
+each_mode = pytest.mark.parametrize("options", MODES.values(), ids=MODES)
 
 
 class Scene:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from typing import Any
@@ -33,21 +32,6 @@ def _each_batch_is_written_when_it_comes(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr("spark_sink.attempt.ROWS", 1)
 
 
-@pytest.fixture
-def place(conninfo: str, name: str, db: psycopg.Connection[Any]) -> Iterator[Place]:
-    db.execute(f'CREATE TABLE {name} (partition int NOT NULL, "offset" bigint NOT NULL)')
-    place = Place(conninfo, name)
-    yield place
-    for session in place.sessions:
-        session.close()
-    db.execute(f"DROP TABLE {name}")
-
-
-def whole(place: Place, transaction: str, *offsets: range) -> list[Any]:
-    """All rows that there are, and what tells so."""
-    return [place.rows(*offsets), *([place.mark()] if transaction == "batch" else [])]
-
-
 def every(*ends: int) -> list[tuple[int, int]]:
     return [(number, offset) for number, end in enumerate(ends) for offset in range(end)]
 
@@ -55,7 +39,7 @@ def every(*ends: int) -> list[tuple[int, int]]:
 @both
 def test_an_attempt_writes_its_rows_and_moves_the_ledger(place: Place, transaction: str) -> None:
     work = place.work(place.owners(), place.ranges(5, 3))
-    result = run(transaction, work, whole(place, transaction, range(5), range(3)))
+    result = run(transaction, work, place.input(transaction, range(5), range(3)))
     assert (result["rows"], result["transactions"]) == (8, 1)
     assert place.written() == every(5, 3)
     assert place.ledger() == [5, 3]
@@ -69,10 +53,10 @@ def test_a_table_that_a_crash_would_empty_takes_no_rows(
     work = place.work(place.owners(), place.ranges(5))
     db.execute(f"ALTER TABLE {place.name} SET UNLOGGED")
     with pytest.raises(TableError, match=r"unlogged.*SET LOGGED"):
-        run(transaction, work, whole(place, transaction, range(5)))
+        run(transaction, work, place.input(transaction, range(5)))
     assert (place.written(), place.ledger()) == ([], [0])
     db.execute(f"ALTER TABLE {place.name} SET LOGGED")
-    run(transaction, work, whole(place, transaction, range(5)))
+    run(transaction, work, place.input(transaction, range(5)))
     assert (place.written(), place.ledger()) == (every(5), [5])
 
 
@@ -84,7 +68,7 @@ def test_input_that_ends_without_its_mark_leaves_nothing(place: Place) -> None:
     with pytest.raises(IncompleteInput):
         run("batch", work, [])
     assert (place.written(), place.ledger()) == ([], [0])
-    run("batch", work, whole(place, "batch", range(5)))
+    run("batch", work, place.input("batch", range(5)))
     assert (place.written(), place.ledger()) == (every(5), [5])
 
 
@@ -110,7 +94,7 @@ def test_an_attempt_after_one_that_landed_writes_nothing(place: Place, transacti
     """A worker that dies after its COMMIT, whose answer nobody got."""
     work = place.work(place.owners(), place.ranges(5))
     for _ in range(2):
-        run(transaction, work, whole(place, transaction, range(5)))
+        run(transaction, work, place.input(transaction, range(5)))
     assert place.written() == every(5)
 
 
@@ -122,7 +106,7 @@ def test_of_two_attempts_at_once_one_lands_and_the_other_leaves_no_trace(place: 
     results: list[Any] = []
 
     def attempt() -> None:
-        results.append(run(transaction, work, whole(place, transaction, range(5))))
+        results.append(run(transaction, work, place.input(transaction, range(5))))
 
     def copied() -> None:
         have_copied.wait()
@@ -183,7 +167,7 @@ def test_a_second_end_mark_fails_the_batch(joined: int, place: Place, monkeypatc
 def test_a_zombies_attempt_is_fenced_at_its_commit(place: Place, transaction: str) -> None:
     ranges = place.ranges(5)
     work = place.work(place.owners(), ranges)
-    rows = whole(place, transaction, range(5))
+    rows = place.input(transaction, range(5))
 
     def taken() -> None:
         _failpoints.disarm()
@@ -209,8 +193,8 @@ def test_a_lost_answer_to_commit_fails_the_attempt_and_the_ledger_tells_the_next
 
     _failpoints.arm("committed", cut)
     with pytest.raises(psycopg.OperationalError, match="the answer was lost"):
-        run(transaction, work, whole(place, transaction, range(5)))
-    assert run(transaction, work, whole(place, transaction, range(5))).get("rows", 0) == 0
+        run(transaction, work, place.input(transaction, range(5)))
+    assert run(transaction, work, place.input(transaction, range(5))).get("rows", 0) == 0
     assert (place.written(), place.ledger()) == (every(5), [5])
 
 
@@ -230,7 +214,7 @@ def test_rows_from_outside_of_the_batch_are_refused(place: Place, transaction: s
     """The columns of another source, or the checkpoint of another query."""
     work = place.work(place.owners(), place.ranges(5))
     with pytest.raises(RowsOutOfOrder):
-        run(transaction, work, whole(place, transaction, *offsets))
+        run(transaction, work, place.input(transaction, *offsets))
     assert (place.written(), place.ledger()) == ([], [0])
 
 
@@ -251,10 +235,10 @@ def test_also_runs_in_the_transaction_of_the_rows(
 
     _failpoints.arm("advanced", fail)
     with pytest.raises(ZeroDivisionError):
-        run(transaction, work, whole(place, transaction, range(5)))
+        run(transaction, work, place.input(transaction, range(5)))
     _failpoints.disarm()
     for _ in range(2):
-        run(transaction, work, whole(place, transaction, range(5)))
+        run(transaction, work, place.input(transaction, range(5)))
     assert db.execute(f"SELECT * FROM {name}_sum").fetchall() == [(5, 5)]
 
 
@@ -264,9 +248,9 @@ def test_also_that_commits_halts_the_partitions(place: Place, transaction: str, 
     """Its rows are stored and the ledger was not moved: one more attempt would double them."""
     work = place.work(place.owners(), place.ranges(5), in_transaction=lambda unit: unit.execute(again))
     with pytest.raises(HandlerCommitted):
-        run(transaction, work, whole(place, transaction, range(5)))
+        run(transaction, work, place.input(transaction, range(5)))
     with pytest.raises(PartitionHalted):
-        run(transaction, work, whole(place, transaction, range(5)))
+        run(transaction, work, place.input(transaction, range(5)))
     assert place.written() == every(5)
     with pytest.raises(PartitionHalted):
         place.owners().take(place.ranges(5), batch_id=0)
@@ -277,7 +261,7 @@ def test_also_cannot_change_how_far_the_ledger_moves(place: Place, transaction: 
     """Without the advance its rows would be durable, and come again."""
     work = place.work(place.owners(), place.ranges(5), in_transaction=lambda unit: unit.offsets.clear())
     for _ in range(2):
-        run(transaction, work, whole(place, transaction, range(5)))
+        run(transaction, work, place.input(transaction, range(5)))
     assert (place.written(), place.ledger()) == (every(5), [5])
 
 
@@ -291,8 +275,22 @@ def test_also_that_leaves_a_block_open_is_refused(place: Place, transaction: str
 
     work = place.work(place.owners(), place.ranges(5), in_transaction=also)
     with pytest.raises(TransactionBusy):
-        run(transaction, work, whole(place, transaction, range(5)))
+        run(transaction, work, place.input(transaction, range(5)))
     assert (place.written(), place.ledger()) == ([], [0])
+
+
+@both
+def test_what_a_deferred_constraint_refuses_at_commit_is_named(
+    place: Place, db: psycopg.Connection[Any], transaction: str
+) -> None:
+    """Postgres names the constraint, and nobody else says which batch, table and offsets it was."""
+    db.execute(f'ALTER TABLE {place.name} ADD UNIQUE (partition, "offset") DEFERRABLE INITIALLY DEFERRED')
+    db.execute(f"INSERT INTO {place.name} VALUES (0, 3)")
+    work = place.work(place.owners(), place.ranges(5))
+    said = rf"batch 0 of group '{place.name}' into {place.name}: COMMIT, .* {place.name}\[0\] offsets 0 to 4: duplicate"
+    with pytest.raises(psycopg.errors.UniqueViolation, match=said):
+        run(transaction, work, place.input(transaction, range(5)))
+    assert (place.written(), place.ledger()) == ([(0, 3)], [0])
 
 
 def test_a_task_without_rows_opens_no_transaction(place: Place) -> None:
@@ -306,7 +304,7 @@ def test_the_driver_moves_to_the_end_what_had_no_rows_there(place: Place) -> Non
     ranges = place.ranges(5, 7)
     work = place.work(owners, ranges)
     run("partition", work, [place.rows([0, 2])])
-    todo = remaining(ranges, dict.fromkeys(work.ranges, 0), Group(place.name, DEFAULT_SCHEMA))
+    todo = remaining(ranges, dict.fromkeys(work.ranges, 0), place.group)
     owners.finish(todo, {Partition(place.name, 0): 3})
     assert place.ledger() == [5, 7]
 
@@ -314,7 +312,7 @@ def test_the_driver_moves_to_the_end_what_had_no_rows_there(place: Place) -> Non
 def test_a_batch_that_was_counted_is_not_written_again(place: Place) -> None:
     work = CountingPlace(place, "query").work(0)
     for _ in range(2):
-        run("batch", work, whole(place, "batch", range(3)))
+        run("batch", work, place.input("batch", range(3)))
     assert place.written() == every(3)
 
 
@@ -327,8 +325,8 @@ def test_a_batch_without_its_end_mark_is_not_counted(place: Place) -> None:
 
 def test_a_replacing_batch_takes_the_place_of_all_rows(place: Place) -> None:
     counting = CountingPlace(place, "query")
-    run("batch", counting.work(0, mode="replace"), whole(place, "batch", range(3)))
-    run("batch", counting.work(1, mode="replace"), whole(place, "batch", range(2)))
+    run("batch", counting.work(0, mode="replace"), place.input("batch", range(3)))
+    run("batch", counting.work(1, mode="replace"), place.input("batch", range(2)))
     assert place.written() == every(2)
     run("batch", counting.work(2, mode="replace"), [place.mark()])
     assert place.written() == []
@@ -339,7 +337,7 @@ def test_rows_that_cannot_be_replaced_are_not_doubled(place: Place, db: psycopg.
     """To Postgres it is no error when a DELETE leaves rows."""
     name, options = place.name, dict[str, Any](mode="replace")
     counting = CountingPlace(place, "query")
-    run("batch", counting.work(0, **options), whole(place, "batch", range(3)))
+    run("batch", counting.work(0, **options), place.input("batch", range(3)))
     if kept_by == "rule":
         db.execute(f"CREATE RULE r AS ON DELETE TO {name} DO INSTEAD NOTHING")
     elif kept_by == "trigger":
@@ -354,7 +352,7 @@ def test_rows_that_cannot_be_replaced_are_not_doubled(place: Place, db: psycopg.
         options["conninfo"] = make_conninfo(place.conninfo, options=f"-c role={name}")
     try:
         with pytest.raises(TableError, match="row security" if kept_by == "policy" else "rows are left behind DELETE"):
-            run("batch", counting.work(1, **options), whole(place, "batch", range(2)))
+            run("batch", counting.work(1, **options), place.input("batch", range(2)))
         assert place.written() == every(3)
     finally:
         if kept_by == "trigger":
@@ -368,10 +366,10 @@ def test_of_two_attempts_to_count_one_batch_one_lands(place: Place) -> None:
 
     def twin() -> None:
         _failpoints.disarm()
-        run("batch", work, whole(place, "batch", range(3)))
+        run("batch", work, place.input("batch", range(3)))
 
     _failpoints.arm("guarded", twin)
-    assert run("batch", work, whole(place, "batch", range(3)))["transactions"] == 0
+    assert run("batch", work, place.input("batch", range(3)))["transactions"] == 0
     assert place.written() == every(3)
 
 
@@ -385,13 +383,13 @@ def test_a_zombie_that_counts_batches_is_fenced(place: Place) -> None:
 
     _failpoints.arm("guarded", taken)
     with pytest.raises(Fenced):
-        run("batch", work, whole(place, "batch", range(3)))
+        run("batch", work, place.input("batch", range(3)))
     assert place.written() == []
 
 
 def test_another_query_may_have_a_group_until_a_batch_was_counted(place: Place) -> None:
     CountingPlace(place, "first").work(0)
-    run("batch", CountingPlace(place, "second").work(0), whole(place, "batch", range(3)))
+    run("batch", CountingPlace(place, "second").work(0), place.input("batch", range(3)))
     with pytest.raises(QueryChanged, match="another group_id"):
         CountingPlace(place, "first").work(0)
 
@@ -400,8 +398,8 @@ def test_also_that_commits_halts_the_batches_as_well(place: Place) -> None:
     counting = CountingPlace(place, "query")
     work = counting.work(0, in_transaction=lambda unit: unit.execute("COMMIT"))
     with pytest.raises(HandlerCommitted):
-        run("batch", work, whole(place, "batch", range(3)))
-    for again in (lambda: run("batch", work, whole(place, "batch", range(3))), lambda: counting.work(0)):
+        run("batch", work, place.input("batch", range(3)))
+    for again in (lambda: run("batch", work, place.input("batch", range(3))), lambda: counting.work(0)):
         with pytest.raises(PartitionHalted, match="--to-batch 0"):
             again()
     assert place.written() == every(3)
@@ -414,7 +412,7 @@ def test_a_table_that_somebody_has_locked_is_waited_for_and_that_is_logged(
     work = place.work(place.owners(), place.ranges(3))
     with psycopg.connect(place.conninfo) as other, ThreadPoolExecutor() as pool:
         other.execute(f"LOCK TABLE {place.name} IN SHARE MODE")
-        writing = pool.submit(run, "batch", work, whole(place, "batch", range(3)))
+        writing = pool.submit(run, "batch", work, place.input("batch", range(3)))
         told = f"waiting for the lock of table {place.name} for 1 s"
         try:
             until(lambda: told in caplog.text, 10, "the record")

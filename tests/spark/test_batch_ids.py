@@ -12,8 +12,7 @@ import pytest
 
 from spark_sink import PostgresSink
 from tests.spark.scene import Scene, Sink
-from tests.support.spark import read_topic
-from tests.support.waiting import SPARK_SECONDS
+from tests.support.spark import read_topic, run_out
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame
@@ -47,11 +46,7 @@ class Counting:
 
     def run_into(self, sink: Sink, output: str, **options: str) -> None:
         writer = self.frame(**options).writeStream.outputMode(output).foreachBatch(sink)
-        query = writer.option("checkpointLocation", str(self.scene.checkpoint)).trigger(availableNow=True).start()
-        try:
-            assert query.awaitTermination(SPARK_SECONDS)
-        finally:
-            query.stop()
+        run_out(writer.option("checkpointLocation", str(self.scene.checkpoint)))
 
     def read(self) -> dict[int, int]:
         with psycopg.connect(self.scene.conninfo) as connection:

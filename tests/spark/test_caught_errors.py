@@ -14,17 +14,10 @@ import pytest
 from exactly_once.cli import main
 from exactly_once.errors import ConfigurationError
 from spark_sink import PostgresSink
-from tests.spark.scene import JOURNAL, Scene, Sink
+from tests.spark.scene import JOURNAL, MODES, Scene, Sink, each_mode
 from tests.spark.source import write_stream
 
 Db = psycopg.Connection[Any]
-MODES: dict[str, dict[str, Any]] = {
-    "batch": {},
-    "small": {"small_batch": 1000},
-    "partition": {"transaction": "partition"},
-    "batch-id": {"ledger": "batch-id"},
-}
-each_mode = pytest.mark.parametrize("options", MODES.values(), ids=MODES)
 LARGE = {mode: options for mode, options in MODES.items() if mode != "small"}
 each_large = pytest.mark.parametrize("options", LARGE.values(), ids=LARGE)
 """Without small batches: who writes them notes a failure where the others do, as the first test shows in each mode."""

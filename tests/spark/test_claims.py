@@ -37,18 +37,10 @@ both = pytest.mark.parametrize("transaction", ["batch", "partition"])
 
 
 @pytest.fixture
-def place(conninfo: str, name: str, db: psycopg.Connection[Any]) -> Iterator[Place]:
+def place(place: Place, db: psycopg.Connection[Any]) -> Place:
     """The offset serves as the id of an event; partition 0 has no row of offset 3."""
-    db.execute(f'CREATE TABLE {name} (partition int, "offset" bigint, CHECK (partition <> 0 OR "offset" <> 3))')
-    place = Place(conninfo, name)
-    yield place
-    for session in place.sessions:
-        session.close()
-    db.execute(f"DROP TABLE {name}")
-
-
-def whole(place: Place, transaction: str, *offsets: Sequence[int]) -> list[pa.RecordBatch]:
-    return [place.rows(*offsets), *([place.mark()] if transaction == "batch" else [])]
+    db.execute(f'ALTER TABLE {place.name} ADD CHECK (partition <> 0 OR "offset" <> 3)')
+    return place
 
 
 def events(place: Place, offsets: Iterable[int], keys: Sequence[Any], *, partition: int = 0) -> list[pa.RecordBatch]:
@@ -67,12 +59,12 @@ def key(place: Place, event: str | int) -> str:
 def test_of_several_rows_of_an_event_the_first_is_stored(place: Place, transaction: str) -> None:
     owners = place.owners()
     work = place.work(owners, place.ranges(3, 3), transaction=transaction, claim="offset")
-    result = run(transaction, work, whole(place, transaction, [0, 1], [1, 2]))
+    result = run(transaction, work, place.input(transaction, [0, 1], [1, 2]))
     assert (result["rows"], result["repeated"], result["dropped"]) == (3, 1, 0)
     assert place.written() == [(0, 0), (0, 1), (1, 2)]
     # By other messages of a later batch, and by a batch that comes again.
     later = place.work(place.owners(), place.ranges(5, 6), transaction=transaction, claim="offset")
-    result = run(transaction, later, whole(place, transaction, [0, 1, 4], [1, 2, 4, 5]))
+    result = run(transaction, later, place.input(transaction, [0, 1, 4], [1, 2, 4, 5]))
     assert (result["rows"], result["repeated"]) == (2, 1)
     assert place.written() == [(0, 0), (0, 1), (0, 4), (1, 2), (1, 5)]
 
@@ -94,7 +86,7 @@ def test_of_several_copies_and_where_every_event_came_before(
     result = run("batch", replace(work, rows_a_copy=1), [place.rows(range(3)), place.rows((), [1]), place.mark()])
     assert (result["rows"], result["repeated"], result["transactions"]) == (3, 1, 1)
     work = place.work(place.owners(), place.ranges(3, 3), claim="offset", mode=mode)
-    result = run("batch", work, whole(place, "batch", (), [2]))
+    result = run("batch", work, place.input("batch", (), [2]))
     assert (result["rows"], result["repeated"], result["transactions"]) == (0, 1, 1)
     assert sent == [3]
     assert place.written() == [(0, 0), (0, 1), (0, 2)]
@@ -105,7 +97,7 @@ def test_what_is_added_is_added_once(place: Place, db: psycopg.Connection[Any]) 
     db.execute(f"ALTER TABLE {place.name} ADD PRIMARY KEY (partition)")
     options: dict[str, Any] = {"claim": "offset", "mode": "upsert", "key": ["partition"], "add": ["offset"]}
     work = place.work(place.owners(), place.ranges(5, 6), **options)
-    run("batch", work, whole(place, "batch", [1, 4], [4, 5]))
+    run("batch", work, place.input("batch", [1, 4], [4, 5]))
     assert place.written() == [(0, 5), (1, 5)]
 
 
@@ -121,9 +113,9 @@ def test_an_attempt_that_is_rolled_back_has_claimed_nothing(place: Place, transa
     for moment in ("guarded", "committed"):
         _failpoints.arm(moment, fail)
         with pytest.raises(ZeroDivisionError):
-            run(transaction, work, whole(place, transaction, range(3)))
+            run(transaction, work, place.input(transaction, range(3)))
         assert place.written() == ([] if moment == "guarded" else [(0, 0), (0, 1), (0, 2)])
-    result = run(transaction, work, whole(place, transaction, range(3)))
+    result = run(transaction, work, place.input(transaction, range(3)))
     assert (result.get("rows", 0), result.get("repeated", 0)) == (0, 0)
     assert place.written() == [(0, 0), (0, 1), (0, 2)]
     assert place.ledger() == [3]
@@ -134,11 +126,11 @@ def test_what_an_attempt_finds_claimed_by_its_twin_is_dropped(place: Place) -> N
     work = place.work(place.owners(), place.ranges(3), claim="offset")
 
     def twin() -> None:
-        assert run("batch", work, whole(place, "batch", range(3)))["rows"] == 3
+        assert run("batch", work, place.input("batch", range(3)))["rows"] == 3
 
     def rows() -> Iterator[pa.RecordBatch]:
         yield from interrupted([place.rows()], twin)
-        yield from whole(place, "batch", range(3))
+        yield from place.input("batch", range(3))
 
     result = run("batch", replace(work, rows_a_copy=0), rows())
     assert (result["rows"], result["repeated"], result["dropped"], result["transactions"]) == (0, 0, 3, 0)
@@ -164,9 +156,9 @@ def test_rows_of_one_message_need_an_id_each(place: Place, on_bad_row: str, join
 def test_a_dead_letter_has_claimed_nothing(place: Place, transaction: str, mode: str) -> None:
     """Wherever it is among rows that are left out: its twin of the same COPY is stored in its place."""
     first = place.work(place.owners(), place.ranges(3, 0), claim="offset")
-    run("batch", first, whole(place, "batch", range(3)))
+    run("batch", first, place.input("batch", range(3)))
     work = place.work(place.owners(), place.ranges(5, 5), claim="offset", mode=mode, on_bad_row="dead-letter")
-    result = run(transaction, work, whole(place, transaction, [3, 4], [0, 1, 2, 3, 4]))
+    result = run(transaction, work, place.input(transaction, [3, 4], [0, 1, 2, 3, 4]))
     assert place.written() == [(0, 0), (0, 1), (0, 2), (0, 4), (1, 3)]
     assert (result["rows"], result["repeated"]) == (2, 4)
     assert [text.partition(": ")[0] for text in result["set_aside"]] == [f"{place.name}[0] offset 3"]
@@ -231,7 +223,7 @@ def test_keys_are_those_of_the_sink_command(place: Place, db: psycopg.Connection
             sink.write(db, [message(place, event) for event in events], claim=claim)
 
     store(0, 1)
-    run("batch", place.work(place.owners(), place.ranges(3), claim="offset"), whole(place, "batch", range(3)))
+    run("batch", place.work(place.owners(), place.ranges(3), claim="offset"), place.input("batch", range(3)))
     assert place.written() == [(0, 2), (9, 0), (9, 1)]
     store(2, 3)
     assert place.written() == [(0, 2), (9, 0), (9, 1), (9, 3)]
@@ -256,10 +248,10 @@ def test_a_row_without_a_key_is_named(place: Place, event: str | None) -> None:
 
 def test_batches_that_are_counted_claim_as_well(place: Place) -> None:
     counting = CountingPlace(place, "query")
-    run("batch", counting.work(0, claim="offset"), whole(place, "batch", [1, 2]))
-    assert run("batch", counting.work(1, claim="offset"), whole(place, "batch", [2, 4]))["repeated"] == 1
+    run("batch", counting.work(0, claim="offset"), place.input("batch", [1, 2]))
+    assert run("batch", counting.work(1, claim="offset"), place.input("batch", [2, 4]))["repeated"] == 1
     assert place.written() == [(0, 1), (0, 2), (0, 4)]
-    result = run("batch", counting.work(2, claim="offset"), whole(place, "batch", [1, 2]))
+    result = run("batch", counting.work(2, claim="offset"), place.input("batch", [1, 2]))
     assert (result["rows"], result["repeated"], result["transactions"]) == (0, 2, 1), "none is left"
     assert len(place.written()) == 3
 
@@ -309,7 +301,7 @@ def test_an_attempt_that_stands_still_with_its_claims_is_ended_by_the_next(
     session.begin("READ COMMITTED")
     frozen = session.connection
     claims.claim(frozen, [key(place, 1)], schema="exactly_once", group_id=place.name)
-    assert run("batch", work, whole(place, "batch", range(3)))["rows"] == 3
+    assert run("batch", work, place.input("batch", range(3)))["rows"] == 3
     with pytest.raises(psycopg.OperationalError):
         frozen.execute("SELECT 1")
     session.close()

@@ -10,25 +10,21 @@ from typing import TYPE_CHECKING, Any
 import psycopg
 import pytest
 from psycopg import sql
+from pyspark.sql import functions as F  # noqa: N812
+from pyspark.sql.types import ArrayType, StructType, YearMonthIntervalType
 
 from exactly_once.embedded.proxy import ADVANCE_AND_COMMIT, PostgresProxy
-from spark_sink import FrameError
+from spark_sink import ExactlyOncePostgres, FrameError
+from spark_sink.data_source import StreamWriter
 from tests.spark.scene import Scene
-from tests.support.spark import read_topic
+from tests.spark.source import chosen, write_stream
+from tests.support.spark import Driver, read_topic
 from tests.support.waiting import SPARK_SECONDS
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from pyspark.sql import SparkSession
-
-    from tests.support.spark import Driver
-
-
-def write_stream(scene: Scene, *arguments: Any, **options: Any) -> Any:
-    from tests.spark.source import write_stream as write  # noqa: PLC0415 - imports pyspark
-
-    return write(scene, *arguments, **options)
 
 
 def reported(scene: Scene) -> tuple[int, int]:
@@ -81,8 +77,6 @@ def test_every_message_is_written_once_also_where_batches_come_again(scene: Scen
 def test_a_worker_that_dies_after_it_has_staged_is_tried_again_and_only_that_counts(scene: Scene) -> None:
     from pyspark import TaskContext  # noqa: PLC0415
 
-    from spark_sink.data_source import ExactlyOncePostgres, StreamWriter  # noqa: PLC0415
-
     # Made here, so that Spark sends the class itself and not its name.
     class Dying(StreamWriter):
         def write(self, iterator: Iterator[Any]) -> Any:
@@ -104,8 +98,6 @@ def test_a_worker_that_dies_after_it_has_staged_is_tried_again_and_only_that_cou
 
 def test_a_task_that_fails_for_good_leaves_nothing_in_the_table(scene: Scene) -> None:
     """Another task of the batch has staged its rows by then."""
-    from pyspark.sql import functions as F  # noqa: N812, PLC0415
-
     scene.produce(100)
     frame = scene.stream()
     failing = frame.where(F.expr("offset != 49 or partition != 1 or raise_error('broken') is null"))
@@ -120,8 +112,6 @@ def test_a_task_that_fails_for_good_leaves_nothing_in_the_table(scene: Scene) ->
 @pytest.fixture
 def start_driver(scene: Scene) -> Iterator[Callable[..., Driver]]:
     """Start drivers in processes of their own, which are ended behind the test."""
-    from tests.support.spark import Driver  # noqa: PLC0415
-
     started: list[Driver] = []
 
     def start(place: Path, conninfo: str) -> Driver:
@@ -219,11 +209,6 @@ def test_output_mode_and_mode_must_mean_the_same(scene: Scene, table: str) -> No
 
 
 def test_a_batch_job_is_written_once_and_gives_its_rows_back(scene: Scene, db: psycopg.Connection[Any]) -> None:
-    from pyspark.sql import functions as F  # noqa: N812, PLC0415
-
-    from spark_sink import ExactlyOncePostgres  # noqa: PLC0415
-    from tests.spark.source import chosen  # noqa: PLC0415
-
     scene.spark.dataSource.register(ExactlyOncePostgres)
     read = scene.spark.read.format("kafka").option("kafka.bootstrap.servers", scene.bootstrap_servers)
     for produced in (100, 50):
@@ -241,8 +226,6 @@ def test_a_batch_job_without_offsets_is_written_once_under_its_name(
     spark: SparkSession, conninfo: str, table: str, db: psycopg.Connection[Any]
 ) -> None:
     """Without a name each one is, and one that replaces the table always does."""
-    from spark_sink import ExactlyOncePostgres  # noqa: PLC0415
-
     spark.dataSource.register(ExactlyOncePostgres)
     options = {"conninfo": conninfo, "table": table, "groupId": table, "ledger": "batch-id"}
 
@@ -265,10 +248,6 @@ def test_times_are_the_same_instants_whatever_the_sessions_time_zone(
     scene: Scene, name: str, db: psycopg.Connection[Any], zone: str
 ) -> None:
     """Of a stream, of a batch job, and as Spark itself tells them; the hour that comes twice in autumn included."""
-    from pyspark.sql import functions as F  # noqa: N812, PLC0415
-
-    from spark_sink import ExactlyOncePostgres  # noqa: PLC0415
-
     db.execute(sql.SQL("CREATE TABLE {} (kind text, at timestamptz, local timestamp)").format(sql.Identifier(name)))
     scene.produce(4)
     before = str(scene.spark.conf.get("spark.sql.session.timeZone"))
@@ -298,10 +277,6 @@ def test_times_are_the_same_instants_whatever_the_sessions_time_zone(
 
 
 def test_a_type_that_spark_does_not_hand_to_python_is_refused_by_its_column() -> None:
-    from pyspark.sql.types import ArrayType, StructType, YearMonthIntervalType  # noqa: PLC0415
-
-    from spark_sink import ExactlyOncePostgres  # noqa: PLC0415
-
     source = ExactlyOncePostgres({"conninfo": "", "table": "t", "groupId": "g", "ledger": "batch-id"})
     for kind in (YearMonthIntervalType(), ArrayType(StructType().add("x", YearMonthIntervalType()))):
         with pytest.raises(FrameError, match=r"column 'i' is .*cast it in the frame"):
@@ -316,6 +291,7 @@ def test_spark_finds_the_format_by_itself(spark: SparkSession) -> None:
 
 def test_what_cannot_work_is_refused_when_the_query_starts(scene: Scene) -> None:
     scene.produce(1)
+    options: Any
     for frame, options, said in [
         (scene.stream(), {"tabel": "x"}, "no option tabel"),
         (scene.stream(), {"jobId": "x"}, "jobId is for batch jobs"),

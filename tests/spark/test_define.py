@@ -10,6 +10,7 @@ from typing import Any
 import psycopg
 import pyarrow as pa  # type: ignore[import-untyped]
 import pytest
+from psycopg.conninfo import make_conninfo
 from pyspark.sql import types as T  # noqa: N812
 
 from exactly_once.writer import TableError
@@ -154,6 +155,20 @@ def test_what_is_no_name_of_a_table_leaves_none(db: Database, place: Place) -> N
     with pytest.raises(TableError, match=name):
         looked_at()
     assert columns(db, f'"{name}"') is None
+
+
+@pytest.mark.parametrize("table", ["pg_temp.t", "t"])
+def test_a_table_that_would_end_with_its_connection_is_refused(
+    conninfo: str, table: str, place: Place, db: Database
+) -> None:
+    """Also where the search path alone makes it temporary; its rows would be counted as written, and gone."""
+    options = {"table": table, "conninfo": make_conninfo(conninfo, options="-c search_path=pg_temp")}
+    with psycopg.connect(options["conninfo"]) as connection, pytest.raises(TableError, match="is a temporary table"):
+        define(connection, place.options(**options, create_table=True), schema(ID))
+    source = Run(Target(conninfo, place.name), **options, createTable="true")
+    with pytest.raises(TableError, match=f"{table} is a temporary table"):
+        source.write(source.rows(0, range(3)))
+    assert source.target.ledger() == []
 
 
 def test_who_may_not_is_told_what_to_have_executed(db: Database, place: Place) -> None:

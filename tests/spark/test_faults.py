@@ -10,8 +10,12 @@ from typing import TYPE_CHECKING, Any
 
 import psycopg
 import pytest
+from pyspark.sql import functions as F  # noqa: N812
 
+import spark_sink.run as driver_side
+from spark_sink.ranges import OFFSET
 from tests.spark.scene import JOURNAL, Scene
+from tests.support.spark import Driver
 from tests.support.waiting import SPARK_SECONDS, until
 
 if TYPE_CHECKING:
@@ -71,13 +75,9 @@ def test_input_that_breaks_off_inside_the_writing_stage_is_not_taken_for_its_end
     scene: Scene, transaction: Transaction, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whether Python sees a broken pipe or an end in good order differs between versions and moments of Spark."""
-    from pyspark.sql import functions as F  # noqa: N812, PLC0415
-
-    import spark_sink.run  # noqa: PLC0415
-    from spark_sink.ranges import OFFSET  # noqa: PLC0415
 
     def breaking(name: str, patch: pytest.MonkeyPatch) -> None:
-        original: Callable[..., DataFrame] = getattr(spark_sink.run, name)
+        original: Callable[..., DataFrame] = getattr(driver_side, name)
 
         def broken(frame: DataFrame, *arguments: Any, **options: Any) -> DataFrame:
             # Not deterministic, so that it is not moved in front of shuffle and sort.
@@ -86,7 +86,7 @@ def test_input_that_breaks_off_inside_the_writing_stage_is_not_taken_for_its_end
                 F.when(broken_off, F.raise_error(F.lit("broken off")).cast("boolean")).otherwise(F.lit(1) == 1)
             )
 
-        patch.setattr(spark_sink.run, name, broken)
+        patch.setattr(driver_side, name, broken)
 
     scene.produce(2000)
     with monkeypatch.context() as patch:
@@ -175,8 +175,6 @@ def test_an_attempt_that_is_killed_between_its_rows_loses_nothing(
     scene: Scene, transaction: Transaction, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The trap that lost 100,000 of 200,000 rows: Spark closes the pipe, and Python sees an end in good order."""
-    import spark_sink.run as driver_side  # noqa: PLC0415
-
     for name in ("to_one_task", "to_tasks"):
         original: Callable[..., DataFrame] = getattr(driver_side, name)
         monkeypatch.setattr(
@@ -213,8 +211,6 @@ def test_a_connection_that_is_lost_while_it_writes_fails_the_attempt_only(
 
 
 def driver(scene: Scene, place: Path, *arguments: str) -> Any:
-    from tests.support.spark import Driver  # noqa: PLC0415
-
     return Driver(
         "-m", "tests.spark.driver", scene.bootstrap_servers, scene.conninfo, scene.topic, str(place), *arguments
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shlex
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import psycopg
@@ -20,13 +20,8 @@ Reset = Callable[..., dict[str, Any]]
 
 
 @pytest.fixture
-def counting(conninfo: str, name: str, db: Db) -> Iterator[CountingPlace]:
-    db.execute(f'CREATE TABLE {name} (partition int NOT NULL, "offset" bigint NOT NULL)')
-    place = Place(conninfo, name)
-    yield CountingPlace(place, "query")
-    for session in place.sessions:
-        session.close()
-    db.execute(f"DROP TABLE {name}")
+def counting(place: Place) -> CountingPlace:
+    return CountingPlace(place, "query")
 
 
 @pytest.fixture

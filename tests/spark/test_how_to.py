@@ -7,7 +7,11 @@ from typing import TYPE_CHECKING, Any
 
 import psycopg
 import pytest
+from pyspark.sql.functions import count
 
+from spark_sink import ExactlyOncePostgres, PostgresSink
+from tests.spark.readme_program import write
+from tests.support.spark import read_topic
 from tests.support.topics import create_topic, produce
 from tests.support.waiting import SPARK_SECONDS
 
@@ -20,9 +24,6 @@ if TYPE_CHECKING:
 def test_an_aggregation_keeps_its_table_up_to_date(
     spark: SparkSession, bootstrap_servers: str, conninfo: str, db: psycopg.Connection[Any], tmp_path: Path
 ) -> None:
-    from spark_sink import PostgresSink  # noqa: PLC0415
-    from tests.support.spark import read_topic  # noqa: PLC0415
-
     db.execute("CREATE TABLE customer_orders (customer text PRIMARY KEY, count bigint NOT NULL)")
     topic = create_topic(bootstrap_servers, 2)
     checkpoint = str(tmp_path / "checkpoint")
@@ -49,11 +50,6 @@ def test_an_aggregation_keeps_its_table_up_to_date(
 def test_rows_and_totals_are_written_in_one_transaction(
     spark: SparkSession, bootstrap_servers: str, conninfo: str, db: psycopg.Connection[Any], tmp_path: Path
 ) -> None:
-    from pyspark.sql.functions import count  # noqa: PLC0415
-
-    from spark_sink import PostgresSink  # noqa: PLC0415
-    from tests.support.spark import read_topic  # noqa: PLC0415
-
     db.execute("CREATE TABLE orders (customer text)")
     db.execute("CREATE TABLE customer_totals (customer text PRIMARY KEY, orders bigint NOT NULL)")
     topic = create_topic(bootstrap_servers, 2)
@@ -87,9 +83,6 @@ def test_rows_and_totals_are_written_in_one_transaction(
 def test_the_program_of_the_readme_writes(
     spark: SparkSession, bootstrap_servers: str, conninfo: str, db: psycopg.Connection[Any], tmp_path: Path
 ) -> None:
-    from tests.spark.readme_program import write  # noqa: PLC0415
-    from tests.support.spark import read_topic  # noqa: PLC0415
-
     db.execute("CREATE TABLE orders (item text)")
     topic = create_topic(bootstrap_servers, 2)
     produce(bootstrap_servers, topic, 50, 2)
@@ -107,9 +100,6 @@ def test_the_program_of_the_readme_writes(
 def test_the_data_source_writes_streams_and_jobs(
     spark: SparkSession, bootstrap_servers: str, conninfo: str, db: psycopg.Connection[Any], tmp_path: Path
 ) -> None:
-    from spark_sink import ExactlyOncePostgres  # noqa: PLC0415
-    from tests.support.spark import read_topic  # noqa: PLC0415
-
     db.execute('CREATE TABLE orders (partition int, "offset" bigint, item text)')
     db.execute("CREATE TABLE customers (id bigint)")
     topic = create_topic(bootstrap_servers, 2)

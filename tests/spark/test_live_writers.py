@@ -128,6 +128,5 @@ def test_live_transactions_are_left_alone_in_every_mode(conninfo: str, name: str
         assert [waiter.watcher.ended for waiter in waiters] == [0] * 4
     for place in places.values():
         assert place.written() == [(0, offset) for offset in range(5)]
-        for session in place.sessions:
-            session.close()
+        place.close()
     assert source.target.offsets() == [(0, offset) for offset in range(5)]

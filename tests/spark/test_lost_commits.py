@@ -5,7 +5,7 @@ Tasks, batch ids and publications are called as Spark calls them, without Spark.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import psycopg
@@ -14,25 +14,15 @@ from psycopg.types.json import Jsonb
 
 from exactly_once import _failpoints
 from exactly_once._model import Partition
-from exactly_once.ledger.commands import DEFAULT_SCHEMA
 from spark_sink import LedgerBehindCheckpoint
 from spark_sink.attempt import Work
-from spark_sink.ranges import Group, remaining
+from spark_sink.ranges import remaining
 from tests.spark.attempts import CountingPlace, Place, run
 from tests.spark.staged import Run, Target
 from tests.support.standby import primary_and_standby
 from tests.support.waiting import until
 
 both = pytest.mark.parametrize("transaction", ["batch", "partition"])
-
-
-@pytest.fixture
-def place(conninfo: str, name: str, db: psycopg.Connection[Any]) -> Iterator[Place]:
-    place = make_place(conninfo, name)
-    yield place
-    for session in place.sessions:
-        session.close()
-    db.execute(f"DROP TABLE {name}")
 
 
 def make_place(conninfo: str, name: str) -> Place:
@@ -45,10 +35,6 @@ def lose(db: psycopg.Connection[Any], place: Place, from_offset: int) -> None:
     """Set table and ledger back together, as a failover does; token and epoch are older than what it loses."""
     db.execute(f'DELETE FROM {place.name} WHERE "offset" >= %s', (from_offset,))
     db.execute("UPDATE exactly_once.ledger SET next_offset = %s WHERE group_id = %s", (from_offset, place.name))
-
-
-def input_of(place: Place, transaction: str, offsets: range) -> list[Any]:
-    return [place.rows(offsets), *([place.mark()] if transaction == "batch" else [])]
 
 
 class Driver:
@@ -65,13 +51,13 @@ class Driver:
 
     def attempt(self, work: Work, offsets: range) -> None:
         """Do what a task does."""
-        self.result = run(self.transaction, work, input_of(self.place, self.transaction, offsets))
+        self.result = run(self.transaction, work, self.place.input(self.transaction, offsets))
 
     def finish(self) -> None:
         """Do what follows behind the tasks."""
         found = {p: held.expected for p, held in self.owners.held.items()}
         reached = {Partition(topic, number): offset for topic, number, offset in self.result["reached"]}
-        self.owners.finish(remaining(self.ranges, found, Group(self.place.name, DEFAULT_SCHEMA)), reached)
+        self.owners.finish(remaining(self.ranges, found, self.place.group), reached)
 
     def write(self, offsets: range) -> None:
         """Do all of it."""
@@ -163,7 +149,7 @@ def test_a_batch_that_is_not_the_next_one_is_not_counted(
 
     for batch_id in range(2):
         work = counting.work(batch_id, driver)
-        run("batch", work, input_of(place, "batch", range(50 * batch_id, 50 * batch_id + 50)))
+        run("batch", work, place.input("batch", range(50 * batch_id, 50 * batch_id + 50)))
     work = counting.work(2, driver)
     if moment == "before the attempt":
         set_back()
@@ -172,7 +158,7 @@ def test_a_batch_that_is_not_the_next_one_is_not_counted(
     try:
         for _ in range(2):
             with pytest.raises(LedgerBehindCheckpoint, match="counted batch 0, Spark goes on with batch 2"):
-                run("batch", work, input_of(place, "batch", range(100, 150)))
+                run("batch", work, place.input("batch", range(100, 150)))
             _failpoints.disarm()
     finally:
         _failpoints.disarm()
@@ -218,7 +204,7 @@ def test_a_lagging_standby_that_is_promoted_is_refused_by_every_path(name: str) 
         counter = counting.driver()
 
         def count(work: Work) -> None:
-            run("batch", work, input_of(counting.place, "batch", range(50)))
+            run("batch", work, counting.place.input("batch", range(50)))
 
         def write(batch_id: int) -> None:
             offsets = range(50 * batch_id, 50 * batch_id + 50)
@@ -244,6 +230,5 @@ def test_a_lagging_standby_that_is_promoted_is_refused_by_every_path(name: str) 
                 path()
         for place in [*(driver.place for driver in drivers.values()), counting.place]:
             assert len(place.written()) == 50
-            for each in place.sessions:
-                each.close()
+            place.close()
         assert len(source.target.written()) == 50

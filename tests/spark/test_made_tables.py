@@ -292,8 +292,7 @@ def test_a_driver_that_was_replaced_adds_a_column_at_most(scene: Scene, table: s
         with pytest.raises(Exception, match="Fenced"):
             scene.run(write, per_trigger=20)
     finally:
-        for session in place.sessions:
-            session.close()
+        place.close()
     assert columns(db, table) == {"value": "bytea", "one": "integer"}
     assert db.execute(f"SELECT count(*), count(one) FROM {table}").fetchone() == (20, 0)
     scene.run(writing(scene.sink(table=table, evolve="add-columns"), "value", "1 AS one"))

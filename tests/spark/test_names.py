@@ -12,7 +12,7 @@ from pyspark.sql import DataFrame
 from pyspark.sql import functions as F  # noqa: N812
 
 from spark_sink import PostgresSink
-from tests.spark.scene import Scene
+from tests.spark.scene import Scene, each_mode
 from tests.spark.source import write_stream
 from tests.support.spark import drain, read_topic
 
@@ -40,13 +40,6 @@ NAMES = (
 """Those that the sink makes columns of."""
 QUOTED = ('a"b', '"', "a\\b")
 """Those that only somebody else has made columns of."""
-PATHS: dict[str, dict[str, Any]] = {
-    "batch": {},
-    "small": {"small_batch": 1000},
-    "partition": {"transaction": "partition"},
-    "batch-id": {"ledger": "batch-id"},
-}
-each_path = pytest.mark.parametrize("options", PATHS.values(), ids=PATHS)
 
 
 @pytest.fixture
@@ -87,7 +80,7 @@ def check(db: Db, table: str, names: Sequence[str], messages: int) -> None:
         assert list(row) == [f"{n} {message}" for n in range(len(names))]
 
 
-@each_path
+@each_mode
 def test_columns_that_are_there(scene: Scene, table: str, db: Db, options: dict[str, Any]) -> None:
     scene.produce(4)
     names = (*NAMES, *QUOTED)
@@ -104,7 +97,7 @@ def test_columns_by_the_data_source(scene: Scene, table: str, db: Db) -> None:
     check(db, table, names, 4)
 
 
-@each_path
+@each_mode
 def test_columns_that_are_made_and_keys(scene: Scene, table: str, db: Db, options: dict[str, Any]) -> None:
     """Of the first frame, and of a second that has more; in an upsert by several of them."""
     scene.produce(4)
@@ -148,7 +141,7 @@ def test_the_key_to_claim(scene: Scene, table: str, db: Db, claim: str) -> None:
     assert db.execute(f"SELECT count(*) FROM {table}").fetchone() == (8,)
 
 
-@each_path
+@each_mode
 def test_nested_fields(scene: Scene, table: str, db: Db, options: dict[str, Any]) -> None:
     """In JSON they keep their names; what JSON has not is found under any of them."""
     scene.produce(2)
@@ -168,7 +161,7 @@ def test_nested_fields(scene: Scene, table: str, db: Db, options: dict[str, Any]
         write(scene, stream(scene, [], nan), scene.sink(table=table, **options))
 
 
-@each_path
+@each_mode
 def test_columns_for_json_of_any_name(scene: Scene, table: str, db: Db, options: dict[str, Any]) -> None:
     scene.produce(2)
     names = (*NAMES, *QUOTED)

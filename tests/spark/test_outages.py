@@ -56,9 +56,11 @@ def test_a_server_that_is_away_ends_no_path_of_a_batch(
         following = places["next"].owners()
         server.stop("fast")
         calls: dict[str, Callable[[], object]] = {
-            places["batch"].name: lambda: run("batch", works["batch"], whole(places["batch"])),
-            places["partition"].name: lambda: run("partition", works["partition"], whole(places["partition"])[:1]),
-            places["ids"].name: lambda: run("batch", works["ids"], whole(places["ids"])),
+            places["batch"].name: lambda: run("batch", works["batch"], places["batch"].input("batch", range(5))),
+            places["partition"].name: lambda: run(
+                "partition", works["partition"], places["partition"].input("partition", range(5))
+            ),
+            places["ids"].name: lambda: run("batch", works["ids"], places["ids"].input("batch", range(5))),
             places["next"].name: lambda: (
                 places["next"].options().patiently(following.take, places["next"].ranges(5), batch_id=0)
             ),
@@ -75,15 +77,11 @@ def test_a_server_that_is_away_ends_no_path_of_a_batch(
             assert places[kind].written() == [(0, offset) for offset in range(5)]
         assert source.target.offsets() == [(0, offset) for offset in range(5)]
         assert places["next"].ledger() == [0]
-        for each in (s for place in places.values() for s in place.sessions):
-            each.close()
+        for place in places.values():
+            place.close()
 
 
 TASKS = ("batch", "partition")
-
-
-def whole(place: Place) -> list[Any]:
-    return [place.rows(range(5)), place.mark()]
 
 
 @pytest.mark.parametrize("trouble", ["lock time-out", "terminated", "cancelled"])
@@ -121,3 +119,11 @@ def end_waiting(db: Db, name: str, trouble: str) -> None:
     """
     ((pid,),) = until(lambda: db.execute(waiting).fetchall(), 20, "the publication to wait for the row")
     db.execute("SELECT pg_terminate_backend(%s)" if trouble == "terminated" else "SELECT pg_cancel_backend(%s)", (pid,))
+
+
+def test_a_role_that_is_read_only_by_default_is_told_so(conninfo: str, name: str) -> None:
+    """The server does take writes, so nobody need look for another one."""
+    read_only = make_conninfo(conninfo, options="-c default_transaction_read_only=on")
+    source = Run(Target(conninfo, name), conninfo=read_only, patienceSeconds="0.1")
+    with pytest.raises(psycopg.errors.ReadOnlySqlTransaction, match=r"default_transaction_read_only is on for \w+ at"):
+        source.register()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import psycopg
@@ -19,22 +18,13 @@ from exactly_once.errors import (
     TopicRecreated,
 )
 from exactly_once.kafka.admin import Cluster
-from exactly_once.ledger.commands import DEFAULT_SCHEMA
 from exactly_once.ledger.start import StartOffsets
 from spark_sink import LedgerBehindCheckpoint
 from spark_sink.owners import Owners
-from spark_sink.ranges import Group, Range, remaining
+from spark_sink.ranges import Range, remaining
 from tests.conftest import MakeConsumer
 from tests.spark.attempts import Place
 from tests.support.topics import create_topic, produce
-
-
-@pytest.fixture
-def place(conninfo: str, name: str) -> Iterator[Place]:
-    place = Place(conninfo, name)
-    yield place
-    for session in place.sessions:
-        session.close()
 
 
 @pytest.fixture
@@ -71,7 +61,7 @@ def test_spark_fences_spark_and_the_earlier_run_never_comes_back(place: Place) -
     todo = remaining(
         ranges,
         {Partition(place.name, 0): next_offsets(first, ranges)[0] or 0},
-        Group(place.name, DEFAULT_SCHEMA),
+        place.group,
     )
     second.take(ranges, batch_id=0)
     with pytest.raises(Fenced, match="second"):
@@ -122,7 +112,7 @@ def test_a_database_that_went_back_while_tasks_wrote_is_told(place: Place, db: p
     owners.take(ranges, batch_id=0)
     db.execute("UPDATE exactly_once.ledger SET next_offset = 1 WHERE group_id = %s", (place.name,))
     with pytest.raises(LedgerBehindCheckpoint, match=r"at offset 1.* on at 2, so 1 offsets"):
-        owners.finish(remaining(ranges, {Partition(place.name, 0): 2}, Group(place.name, DEFAULT_SCHEMA)), {})
+        owners.finish(remaining(ranges, {Partition(place.name, 0): 2}, place.group), {})
 
 
 def test_released_rows_are_free_for_everybody(place: Place, make_consumer: MakeConsumer, topic: str) -> None:
@@ -130,7 +120,7 @@ def test_released_rows_are_free_for_everybody(place: Place, make_consumer: MakeC
     spark = place.owners()
     spark.take(place.ranges(3, 2), batch_id=0)
     spark.finish(
-        remaining(place.ranges(3, 2), dict.fromkeys(spark.held, 0), Group(place.name, DEFAULT_SCHEMA)),
+        remaining(place.ranges(3, 2), dict.fromkeys(spark.held, 0), place.group),
         {},
     )
     spark.release(spark._ledger)

@@ -127,7 +127,7 @@ def test_a_batch_job_that_counts_otherwise_than_the_one_before_is_refused(target
     (other,) = {"offsets", "batch-id"} - {first}
     written = job(first)
     written.write(written.rows(0, range(5)))
-    for options in ({}, {"jobId": "another"}):
+    for options in ({}, {"jobId": "another"}) if other == "batch-id" else ({},):
         refused = job(other, **options)
         with pytest.raises(ConfigurationError, match=f"written with ledger='{first}', now it is '{other}'"):
             refused.write(refused.rows(0, range(5)))
@@ -255,8 +255,7 @@ def test_a_sink_that_takes_rows_fences_the_source_and_the_other_way_round(target
     Run(target).write(rows(target.name, 0, range(5, 7)))
     with pytest.raises(Fenced, match="query"):
         sink.take(ranges, batch_id=1)
-    for session in place.sessions:
-        session.close()
+    place.close()
     assert target.offsets() == [(0, n) for n in range(7)]
 
 

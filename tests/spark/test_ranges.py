@@ -15,7 +15,7 @@ from exactly_once._model import Partition
 from exactly_once.errors import ConfigurationError, TopicRecreated
 from exactly_once.ledger.commands import DEFAULT_SCHEMA
 from spark_sink import LedgerBehindCheckpoint, RowsOutOfOrder
-from spark_sink.offset_log import Failure, Mark, OffsetLog, _Disk, parse_initial, parse_offsets
+from spark_sink.offset_log import Failure, Mark, OffsetLog, _Disk, parse_offsets
 from spark_sink.owners import query_row
 from spark_sink.ranges import Group, Range, looked_through, not_written, one_batch, over_skipped, remaining
 
@@ -224,10 +224,6 @@ def test_sources_with_names_are_read_as_those_with_numbers_are() -> None:
         files[f"offsets/{number}"] = "\n".join(["v2", about, f"orders:{offsets}", "payments:-"]).encode()
         assert version == "v1"
         assert OffsetLog("/c", files.get).ranges(number) == numbered.ranges(number)
-
-
-def test_first_offsets_are_read_behind_their_zero_byte() -> None:
-    assert parse_initial(b'\0v1\n{"orders":{"0":3}}\n') == {P: 3}
 
 
 def test_fingerprints_are_of_offsets_and_not_of_the_time() -> None:

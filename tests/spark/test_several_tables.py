@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import psycopg
 import pytest
+from pyspark.sql import functions as F  # noqa: N812
 
 from exactly_once.errors import ConfigurationError
 from spark_sink.options import check_options
@@ -31,7 +32,6 @@ def tables(name: str, db: psycopg.Connection[Any]) -> Iterator[str]:
 
 def both(sink: PostgresSink, tables: str) -> Any:
     """Write the rows of a batch, with a struct among their columns, and add up how many they are."""
-    from pyspark.sql import functions as F  # noqa: N812, PLC0415
 
     def write(frame: DataFrame, batch_id: int) -> None:
         rows = frame.select("topic", "partition", "offset", F.struct(F.col("value").alias("text")).alias("body"))

@@ -10,6 +10,8 @@ import psycopg
 import pytest
 from psycopg.conninfo import make_conninfo
 
+import spark_sink.run as driver_side
+from spark_sink.offset_log import reader
 from tests.spark.scene import Scene
 from tests.support.spark import drain
 from tests.support.waiting import until
@@ -69,8 +71,6 @@ def test_a_query_with_state_runs_through_a_replayed_batch_and_writes_nothing(
     scene: Scene, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Spark 4.2 fails a query whose function left a batch's state alone; one without state need not be read again."""
-    import spark_sink.run as driver_side  # noqa: PLC0415
-
     through: list[int] = []
     original = driver_side._run_through
 
@@ -271,8 +271,6 @@ def test_where_retention_has_removed_messages_the_ledger_goes_on_behind_them(
 @pytest.mark.parametrize("scheme", ["", "file", "viewfs"])
 def test_the_checkpoint_is_read_from_any_storage_of_spark(scheme: str, spark: SparkSession, tmp_path: Path) -> None:
     """Viewfs shows a directory as that of a file system which is not this machine's disk."""
-    from spark_sink.offset_log import reader  # noqa: PLC0415
-
     (tmp_path / "offsets").mkdir()
     (tmp_path / "offsets" / "0").write_bytes(b"v1\n\x00\xff")
     spark.conf.set(f"fs.viewfs.mounttable.{tmp_path.name}.link./checkpoint", tmp_path.as_uri())

@@ -9,7 +9,11 @@ from typing import TYPE_CHECKING, Any
 
 import psycopg
 import pytest
+from pyspark.sql import functions as F  # noqa: N812
 
+from exactly_once._model import Partition
+from spark_sink.attempt import to_tasks
+from spark_sink.ranges import OFFSET, PARTITION, TOPIC
 from tests.spark.scene import JOURNAL, Scene, Sink
 from tests.spark.source import write_stream
 
@@ -119,12 +123,6 @@ def test_a_row_that_cannot_be_stored_is_named_by_its_message(scene: Scene, stric
 
 
 def test_each_partition_has_a_task_of_its_own(scene: Scene) -> None:
-    from pyspark.sql import functions as F  # noqa: N812, PLC0415
-
-    from exactly_once._model import Partition  # noqa: PLC0415
-    from spark_sink.attempt import to_tasks  # noqa: PLC0415
-    from spark_sink.ranges import OFFSET, PARTITION, TOPIC  # noqa: PLC0415
-
     partitions = [Partition(topic, n) for topic in ("a.b", "c-d") for n in (0, 1, 2, 3, 5, 8, 13)]
     rows = [(p.topic, p.number, offset) for p in partitions for offset in range(3)]
     frame = scene.spark.createDataFrame(rows, f"{TOPIC} string, {PARTITION} int, {OFFSET} bigint")

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import psycopg
 import pytest
 
+import spark_sink.run as driver_side
 from exactly_once.embedded.proxy import ADVANCE_AND_COMMIT, PostgresProxy
 from tests.spark.scene import Scene
 from tests.support.spark import drain, read_topic
@@ -47,8 +48,6 @@ def test_rows_that_are_too_large_for_the_driver_are_written_by_a_task(
 @pytest.fixture
 def by_driver(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The batches that the driver has written; a limit of a byte stands in for sixteen million of them."""
-    import spark_sink.run as driver_side  # noqa: PLC0415
-
     monkeypatch.setattr(driver_side, "SMALL_BYTES", 1)
     here = getattr(driver_side, "write_here")  # noqa: B009 - a name that it imports
     by_driver: list[int] = []

@@ -54,6 +54,7 @@ def test_settings_of_kafka_and_a_password_of_its_own_are_taken() -> None:
         ({"mode": "merge"}, "mode='merge'"),
         ({"table": ""}, "table="),
         ({"mode": "replace"}, "ledger='batch-id'"),
+        ({"jobId": "x"}, "jobId is for batch jobs with ledger=batch-id"),
     ],
 )
 def test_what_cannot_work_is_refused_with_what_can(options: dict[str, str], said: str) -> None:

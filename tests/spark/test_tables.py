@@ -65,31 +65,19 @@ def test_a_table_that_a_crash_would_empty_is_refused(
     assert db.execute(f"SELECT count(*) FROM {other}").fetchone() == (10,)
 
 
+@pytest.mark.parametrize(("new", "per_trigger", "end"), [(0, 10, 5), (10, None, 10)])
 def test_a_new_checkpoint_that_brings_what_is_written_is_told_once(
-    scene: Scene, caplog: pytest.LogCaptureFixture
+    scene: Scene, caplog: pytest.LogCaptureFixture, new: int, per_trigger: int | None, end: int
 ) -> None:
-    """A topic that was made again looks alike, where nobody asks for its id."""
+    """A topic that was made again looks alike, where nobody asks for its id; one that is longer is dropped in part."""
     scene.produce(20)
     scene.run()
     scene.lose_checkpoint()
+    scene.produce(new)
     with caplog.at_level(logging.WARNING, "spark_sink"):
-        scene.run(per_trigger=10)
+        scene.run(per_trigger=per_trigger)
     (told,) = [r for r in caplog.records if getattr(r, "action", None) == "new_checkpoint"]
-    assert "offsets 0 to 5" in told.getMessage()
-
-
-def test_a_new_checkpoint_that_brings_it_with_new_rows_is_told_as_well(
-    scene: Scene, caplog: pytest.LogCaptureFixture
-) -> None:
-    """Of a topic that was made again, and is longer by now, the beginning is dropped, and all comes in one batch."""
-    scene.produce(20)
-    scene.run()
-    scene.lose_checkpoint()
-    scene.produce(10)
-    with caplog.at_level(logging.WARNING, "spark_sink"):
-        scene.run()
-    (told,) = [r for r in caplog.records if getattr(r, "action", None) == "new_checkpoint"]
-    assert f"offsets 0 to 10 of {scene.topic}[0], offsets 0 to 10 of {scene.topic}[1]" in told.getMessage()
+    assert f"offsets 0 to {end} of {scene.topic}[0], offsets 0 to {end} of {scene.topic}[1]" in told.getMessage()
     scene.check()
 
 

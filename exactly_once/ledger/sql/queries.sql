@@ -40,7 +40,8 @@ SET LOCAL idle_in_transaction_session_timeout = '10s';
 SELECT CASE WHEN current_setting('transaction_timeout', true) IS NOT NULL
             THEN set_config('transaction_timeout', '0', true) END;
 SELECT set_config('synchronous_commit', 'off', true) WHERE NOT {is_durable};
-SELECT pg_backend_pid(), current_setting('transaction_read_only')::boolean FROM set_config('array_nulls', 'on', true)
+SELECT pg_backend_pid(), current_setting('transaction_read_only')::boolean, pg_is_in_recovery()
+FROM set_config('array_nulls', 'on', true)
 
 -- name: xact_status
 -- What became of a transaction; null when the server no longer knows. One statement, so that the incarnation of the server and
