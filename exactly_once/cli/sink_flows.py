@@ -96,11 +96,6 @@ class Flow:
     naive_timestamps: Literal["refuse", "utc"] = "refuse"
     on_tombstone: OnTombstone | None = None
 
-    @property
-    def table_name(self) -> list[str]:
-        """The parts of the table's name, read as SQL does."""
-        return parts_of(self.table)
-
     def of_topic(self, topic: str) -> Flow | None:
         """Return the flow of one topic that the pattern may have found; None for another one.
 
@@ -109,7 +104,7 @@ class Flow:
         found = None if self.topics_regex is None else re.fullmatch(self.topics_regex, topic)
         if found is None:
             return None
-        names = [part.format(found[0], *found.groups(""), topic=topic) for part in self.table_name]
+        names = [part.format(found[0], *found.groups(""), topic=topic) for part in parts_of(self.table)]
         if long := [name for name in names if len(name.encode()) > NAME_BYTES]:
             raise CommandError(f"topic {topic}: Postgres cuts the name of its table {long[0]}: say another table")
         if not all(names):
@@ -199,10 +194,6 @@ class Task:
     start: Any = None
     log_json: bool = False
     is_live: bool = False
-
-    def flow_of_new(self, topic: str) -> Flow | None:
-        """Return the flow of a topic that has no table yet: one that waits for a message, or as patterns find it."""
-        return next((flow for flow in self.waiting if topic in flow.topics), None) or self.found_by_pattern(topic)
 
     def found_by_pattern(self, topic: str) -> Flow | None:
         """Return the flow of a topic by the first pattern that finds it; None where none does."""
@@ -320,7 +311,7 @@ def _check_pattern(flow: Flow) -> None:
         )
     try:
         groups = re.compile(pattern).groups
-        for part in flow.table_name:
+        for part in parts_of(flow.table):
             part.format(*[""] * (groups + 1), topic="")
     except re.error as error:
         raise UsageError(f"[[sink]]: topics_regex {pattern}: {error}") from None

@@ -396,8 +396,9 @@ def create_table(flow: Flow, columns: Columns) -> list[sql.Composed]:
             f"no message of the sample has {', '.join(unknown)}, which --key names; "
             f"there are {', '.join(columns.types)}"
         )
-    made = [ddl.create_table(flow.table_name, columns.types, key)]
+    name = ddl.parts_of(flow.table)
+    made = [ddl.create_table(name, columns.types, key)]
     if columns.rest is not None:
-        column = sql.Identifier(*flow.table_name, columns.rest)
+        column = sql.Identifier(*name, columns.rest)
         made.append(query("comment_on_rest_column", "", column=column, comment=sql.Literal(REST_COMMENT)))
     return made

@@ -60,7 +60,8 @@ class LateTables:
 
     def find(self, topic: str, messages: Sequence[Message]) -> TableSink | None:
         """Return the sink of a topic, made of these messages if need be; None while they show no columns."""
-        if (flow := self._task.flow_of_new(topic)) is None:
+        waiting = next((flow for flow in self._task.waiting if topic in flow.topics), None)
+        if (flow := waiting or self._task.found_by_pattern(topic)) is None:
             raise TableError(f"no table for topic {topic}")
         if flow.topics not in self._sinks:
             ready = None

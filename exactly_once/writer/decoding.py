@@ -138,12 +138,19 @@ class Envelope:
             filled = {name: column} if len(path) == 1 else {}
             known = reading or json_values.Reading()
 
-            def find(message: Message) -> bytes | None:
-                if kind == "key":
-                    return logical.in_key(shape, message.key(), filled, known.binary).get("part")
-                return json.dumps(header(name, message, is_bytes=False)).encode()
+            read = json_values.checked(column, known)
 
-            return json_values.part_of(find, column, known)
+            def get(message: Message) -> Any:
+                if kind == "key":
+                    raw = logical.in_key(shape, message.key(), filled, known.binary).get("part", json_shape.NULL)
+                else:
+                    raw = json.dumps(header(name, message, is_bytes=False)).encode()
+                try:
+                    return read(raw)
+                except json_values.UNREADABLE as error:
+                    raise ValueError(json_values.refusal(column, raw, error, known)) from error
+
+            return get
         if source == "timestamp":
             return _milliseconds if type_name == "int8" else _timestamp
         if source == "headers" and type_name not in ("json", "jsonb"):

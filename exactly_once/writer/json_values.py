@@ -16,7 +16,6 @@ from typing import Annotated, Any, Literal
 from uuid import UUID
 
 import msgspec
-from confluent_kafka import Message
 from msgspec import Meta
 
 from . import changes
@@ -161,23 +160,6 @@ def checked(column: Column, reading: Reading) -> Reader:
         return converted
 
     return read_checked
-
-
-def part_of(find: Callable[[Message], bytes | None], column: Column, reading: Reading) -> Callable[[Message], Any]:
-    """Return what reads the JSON that is found in a message as fields of values are read; None where there is none.
-
-    It raises ValueError for what the column does not take.
-    """
-    read = checked(column, reading)
-
-    def get(message: Message) -> Any:
-        raw = find(message) or NULL
-        try:
-            return read(raw)
-        except UNREADABLE as error:
-            raise ValueError(refusal(column, raw, error, reading)) from error
-
-    return get
 
 
 def refusal(column: Column, raw: bytes, error: Exception, reading: Reading) -> str:

@@ -678,8 +678,8 @@ WRITING = (
         (
             "part-plain",
             "options of a column do not hold for a part of a key",
-            "json_values.part_of(find, column, known)",
-            "json_values.part_of(find, column, json_values.Reading())",
+            "            read = json_values.checked(column, known)\n",
+            "            read = json_values.checked(column, json_values.Reading())\n",
         ),
     ),
     *each(
