@@ -72,14 +72,26 @@ def converted(row: Row, schema: Schema | None, columns: Mapping[str, Column]) ->
     return row
 
 
+class _Wrapped(msgspec.Struct, forbid_unknown_fields=True):
+    schema: Raw = Raw()
+    payload: Raw = Raw()
+
+
+_wrapped, _whole = msgspec.json.Decoder(_Wrapped).decode, msgspec.json.Decoder(Raw).decode
+
+
 def opened(text: bytes | None) -> tuple[Schema | None, bytes | None]:
     """Split schema and payload; a text without them is the payload. None for no payload."""
     if text is None or not text.lstrip().startswith(b"{"):
         return None, text
-    parts = fields_in(text)
-    if "payload" not in parts or not parts.keys() <= {"schema", "payload"}:
+    try:
+        found = _wrapped(text)
+    except msgspec.ValidationError:  # it has other fields, behind which it may be malformed
+        _whole(text)
         return None, text
-    schema, payload = bytes(parts.get("schema", NULL)), bytes(parts["payload"])
+    if not found.payload:
+        return None, text
+    schema, payload = bytes(found.schema), bytes(found.payload)
     return schema_in(schema) if schema.startswith(b"{") else None, None if payload == NULL else payload
 
 
@@ -94,15 +106,22 @@ def refuse_unsure_bytes(row: Row, schema: Schema | None, columns: Mapping[str, C
     :raises BadRow: naming what tells the two from each other.
     """
     for name, column in columns.items():
-        kind = None if schema is None else schema.of(name)
-        while kind is not None and kind.items is not None:
-            kind = kind.items
-        is_text = schema is None or (kind is not None and kind.type == "string")
+        is_text = schema is None or name in _texts(schema)
         text = row.get(name, UNAVAILABLE)
         if is_text and text != UNAVAILABLE and (found := _HEX_OR_BASE64.search(text)):
             what = f"{found[0].decode()} is hexadecimal or the base64 of other bytes, and no schema tells"
             how = f'say binary = {{ {column.name} = "hex" }}, or "base64"' if column.element is None else "store text"
             raise BadRow(f"{what}: {how}", column=column.name)
+
+
+@lru_cache(_SHAPES)
+def _texts(schema: Schema) -> set[str | None]:
+    """Find the fields of an object that are text, or lists of it."""
+
+    def innermost(kind: Schema) -> Schema:
+        return kind if kind.items is None else innermost(kind.items)
+
+    return {each.field for each in schema.fields if innermost(each).type == "string"}
 
 
 @lru_cache(_SHAPES)

@@ -622,8 +622,8 @@ WRITING = (
         (
             "key-wrapped",
             "a part of a key with a schema is not found",
-            'if "payload" not in parts or not parts.keys() <= {"schema", "payload"}:',
-            "if True:",
+            "    if not found.payload:\n        return None, text\n",
+            "    return None, text\n",
         ),
     ),
     *each(
