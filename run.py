@@ -46,7 +46,7 @@ def main(arguments: list[str]) -> None:
         install(kind)
     os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # else each of hundreds of processes compiles the same files anew
     if command == "demo":
-        become("-m", "exactly_once.cli", "demo", *rest)
+        become("-m", "exactly_once", "demo", *rest)
     if command == "check":
         for linter in (["ruff", "check", "."], ["ruff", "format", "--check", "."], ["mypy"]):
             call(str(PYTHON), "-m", *linter)

@@ -173,7 +173,7 @@ def our_command(directory: Path, servers: Servers, prefix: str = "", *options: s
     file.write_text(f'[[sink]]\ntopics = ["{servers.topic}"]\ntable = "payment"\nfields = {{ {fields} }}\n')
     where = ["--bootstrap-servers", servers.bootstrap_servers, "--conninfo", servers.conninfo]
     group = ["--group-id", f"bench-{uuid4().hex[:8]}", "--start", "earliest", "--until-end"]
-    return [sys.executable, "-m", "exactly_once.cli", "sink", "--config", str(file), *where, *group, *options]
+    return [sys.executable, "-m", "exactly_once", "sink", "--config", str(file), *where, *group, *options]
 
 
 def of_connect(directory: Path, servers: Servers, options: Any) -> list[str]:

@@ -120,6 +120,7 @@ def _add_shape(parser: argparse.ArgumentParser) -> None:
         ("where-not", "PATH=VALUE", "no messages with this"),
         ("epoch", "COLUMN=UNIT", "times that are numbers: s, ms, us, ns, days"),
         ("decimal", "COLUMN=SCALE", "numbers that are base64 of their bytes"),
+        ("binary", "COLUMN=FORM", "bytes that are text: base64 (the default) or hex"),
     ):
         read = partial(_pair, read=scale) if option == "decimal" else _pair
         names = {"field": "fields", "constant": "constants", "type": "types"}

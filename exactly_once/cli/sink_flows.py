@@ -14,15 +14,13 @@ from psycopg import sql
 from exactly_once._model import RangePolicy
 from exactly_once.errors import ConfigurationError
 from exactly_once.ledger.dead_letters import DeadLetterLimit
-from exactly_once.ledger.session import Connection, connector
 from exactly_once.writer.ddl import parts_of
 from exactly_once.writer.decoding import Decoder, Envelope, Source
 from exactly_once.writer.errors import NAME_BYTES
 from exactly_once.writer.sink import Evolve, TableSink
 from exactly_once.writer.statements import Mode
 
-from .named import NamedConnect
-from .options import undotted
+from .options import Settings, undotted
 from .problems import CommandError, UsageError
 
 try:
@@ -90,17 +88,13 @@ class Flow:
     epoch: Mapping[str, str] = field(default_factory=dict)
     decimal: Mapping[str, int] = field(default_factory=dict)
     json_text: tuple[str, ...] = ()
+    binary: Mapping[str, Literal["base64", "hex"]] = field(default_factory=dict)
     nul: Literal["refuse", "strip"] = "refuse"
     rest: str | None = None
     """The jsonb column for fields without a column; "" for none. --create-table makes one."""
     lax: bool = False
     naive_timestamps: Literal["refuse", "utc"] = "refuse"
     on_tombstone: OnTombstone | None = None
-
-    @property
-    def table_name(self) -> list[str]:
-        """The parts of the table's name, read as SQL does."""
-        return parts_of(self.table)
 
     def of_topic(self, topic: str) -> Flow | None:
         """Return the flow of one topic that the pattern may have found; None for another one.
@@ -110,7 +104,7 @@ class Flow:
         found = None if self.topics_regex is None else re.fullmatch(self.topics_regex, topic)
         if found is None:
             return None
-        names = [part.format(found[0], *found.groups(""), topic=topic) for part in self.table_name]
+        names = [part.format(found[0], *found.groups(""), topic=topic) for part in parts_of(self.table)]
         if long := [name for name in names if len(name.encode()) > NAME_BYTES]:
             raise CommandError(f"topic {topic}: Postgres cuts the name of its table {long[0]}: say another table")
         if not all(names):
@@ -144,17 +138,8 @@ class Flow:
             name = "connect"  # which is what comes out of a registry, with a schema or without
         form: Format | None = None
         if name is not None and name != "json":
-            form = format_of(
-                name,
-                columns=self.csv_columns,
-                delimiter=self.csv_delimiter,
-                missing=self.missing or "null",
-                on_tombstone=self.on_tombstone,
-                on_truncate=self.on_truncate,
-                decimal=self.decimal,
-                lax=self.lax,
-                drop=self.drop,
-            )
+            options = {name: getattr(self, name) for name in _OF_FORMAT} | {"missing": self.missing or "null"}
+            form = format_of(name, columns=self.csv_columns, delimiter=self.csv_delimiter, **options)
         if self.where or self.where_not or self.flatten:
             where, where_not = ({f: _texts(v) for f, v in w.items()} for w in (self.where, self.where_not))
             flatten = "_" if self.flatten is True else self.flatten or None
@@ -202,27 +187,17 @@ class Task:
     """Those of which no message has shown yet what columns their tables are to have."""
     creates_tables: bool = False
     adds_columns: bool = False
+    settings: Settings
     kafka: Mapping[str, Any] = field(repr=False)
-    conninfo: str | None = field(repr=False)
-    connect: NamedConnect | None = None
-    schema: str
+    """Those settings of Kafka, and what a sink adds."""
     run: Run
     start: Any = None
     log_json: bool = False
     is_live: bool = False
-    secrets: frozenset[str] = field(default=frozenset(), repr=False)
-
-    def flow_of_new(self, topic: str) -> Flow | None:
-        """Return the flow of a topic that has no table yet: one that waits for a message, or as patterns find it."""
-        return next((flow for flow in self.waiting if topic in flow.topics), None) or self.found_by_pattern(topic)
 
     def found_by_pattern(self, topic: str) -> Flow | None:
         """Return the flow of a topic by the first pattern that finds it; None where none does."""
         return next(filter(None, (flow.of_topic(topic) for flow in self.patterns)), None)
-
-    def open(self) -> Connection:
-        """Connect to Postgres."""
-        return (self.connect or connector(self.conninfo or ""))()
 
 
 def read_run(args: argparse.Namespace, stored: object) -> Run:
@@ -336,7 +311,7 @@ def _check_pattern(flow: Flow) -> None:
         )
     try:
         groups = re.compile(pattern).groups
-        for part in flow.table_name:
+        for part in parts_of(flow.table):
             part.format(*[""] * (groups + 1), topic="")
     except re.error as error:
         raise UsageError(f"[[sink]]: topics_regex {pattern}: {error}") from None
@@ -382,9 +357,10 @@ _OF_REGISTRY = (None, "json", *get_args(EnvelopeName))
 _KEYS = {f.name for f in fields(Flow)}
 # What those are called on the command line that may be said there several times.
 _OPTIONS = {"topics": "topic", "fields": "field", "constants": "constant", "types": "type"}
-# Those that the decoder and the sink take under the same names.
+# Those that the format, the decoder and the sink take under the same names.
+_OF_FORMAT = ("on_tombstone", "on_truncate", "decimal", "binary", "lax", "drop")
 _OF_DECODER = (
     *("rename", "drop", "metadata", "constants", "epoch", "decimal"),
-    *("json_text", "nul", "naive_timestamps", "on_tombstone"),
+    *("json_text", "binary", "nul", "naive_timestamps", "on_tombstone"),
 )
 _OF_SINK = ("mode", "key", "update", "newest_by", "missing", "naive_timestamps", "evolve", "types", "claim")

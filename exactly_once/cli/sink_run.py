@@ -135,13 +135,10 @@ def _task(args: argparse.Namespace, settings: options.Settings, flows: Sequence[
             "bootstrap.servers": settings.required("bootstrap_servers"),
             "group.id": group_id,
         },
-        conninfo=settings.conninfo,
-        connect=settings.connect,
-        schema=settings.schema,
+        settings=settings,
         start=start,
         log_json=args.json,
         is_live=sys.stderr.isatty() and not args.json,
-        secrets=settings.secrets,
     )
 
 
@@ -149,7 +146,7 @@ def _dry_run(args: argparse.Namespace, task: Task, flows: Sequence[Flow]) -> int
     """Do all of it to the first messages, in a transaction that is rolled back."""
     shown: list[dict[str, Any]] = []
     for flow in flows:
-        with task.open() as connection:
+        with task.settings.opener()() as connection:
             connection.autocommit = False
             try:
                 ready = made_ready(task, flow, connection, is_dry=True)
@@ -159,8 +156,7 @@ def _dry_run(args: argparse.Namespace, task: Task, flows: Sequence[Flow]) -> int
                 logger.warning("%s", error, extra={"action": "table_waits", "table": flow.table})
                 continue
             ddl = [statement.as_string(None) for statement in ready.statements]
-            for statement in ready.statements:
-                connection.execute(statement, prepare=False)
+            ready.make(connection)
             sink = replace(ready.flow, evolve=None, claim=None).sink()
             messages = ready.messages[:SAMPLE]
             written = sink.write(connection, messages)

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import json
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -28,10 +27,10 @@ from exactly_once.ledger.session import Connection, cursor_on
 from exactly_once.ledger.sql import query
 from exactly_once.writer import BadRow, TableError, ddl
 from exactly_once.writer.errors import NAME_BYTES, TableMissing, cut, place_of, way_on
-from exactly_once.writer.evolving import type_of, wider
+from exactly_once.writer.evolving import type_of, types_in, wider
 from exactly_once.writer.formats import hint_for
 from exactly_once.writer.from_json import JsonDecoder, path_of, paths_of
-from exactly_once.writer.json_shape import UNAVAILABLE, Raw, Shape
+from exactly_once.writer.json_shape import BYTE_ORDER_MARK, UNAVAILABLE, Path, Raw, Shape, fields_in, refuse_malformed
 from exactly_once.writer.logical import in_key, types_in_key
 from exactly_once.writer.table import Table, read_table
 
@@ -68,7 +67,24 @@ class Ready:
 
     flow: Flow
     statements: Sequence[sql.Composed] = ()
+    columns: Collection[str] = ()
+    """Those that the statements make, by their names."""
     messages: Sequence[Message] = ()
+
+    def make(self, connection: Connection) -> None:
+        """Execute the statements.
+
+        :raises CommandError: for a column whose name the database's encoding cannot hold.
+        """
+        for statement in self.statements:
+            try:
+                connection.execute(statement, prepare=False)
+            except psycopg.errors.UntranslatableCharacter as error:
+                names = ", ".join(map(cut, ddl.unencodable(error, self.columns))) or "them"
+                raise CommandError(
+                    f"{self.flow.table}: no column of this database can have the name of {names} "
+                    f"({error.diag.message_primary}): say --drop, or --rename COLUMN=PATH"
+                ) from error
 
 
 def prepare(task: Task, flow: Flow, sent: Sequence[Message] = ()) -> Flow:
@@ -79,12 +95,11 @@ def prepare(task: Task, flow: Flow, sent: Sequence[Message] = ()) -> Flow:
     :raises NoColumns: where there is no table, and nothing to make it from.
     """
     while True:
-        with task.open() as connection:
+        with task.settings.opener()() as connection:
             connection.autocommit = False
             try:
                 ready = made_ready(task, flow, connection, sent=sent)
-                for statement in ready.statements:
-                    connection.execute(statement, prepare=False)
+                ready.make(connection)
             except psycopg.errors.InvalidSchemaName as error:
                 raise CommandError(f"{flow.table}: {error.diag.message_primary}; create the schema first") from error
             except psycopg.errors.TooManyColumns as error:
@@ -104,14 +119,14 @@ def prepare(task: Task, flow: Flow, sent: Sequence[Message] = ()) -> Flow:
                 applied = [(place, at) for place, at in positions if place.topic in flow.topics and at > 0]
                 found = cursor_on(connection).execute(query("is_unwritten", ""), name, prepare=False).fetchone()
                 if applied and found is not None and found[0]:
-                    group = task.kafka["group.id"]
+                    group, schema = task.kafka["group.id"], task.settings.schema
                     logger.warning(
                         "%s is empty, and group %s goes on behind what it applied before, whatever --start says: %s; "
                         "earlier messages do not come again. To copy them, too, say another --group-id, or %s",
                         flow.table,
                         group,
                         ", ".join(f"{place} from offset {at}" for place, at in applied),
-                        "; ".join(command("reset", group, task.schema, "--topic", topic) for topic in flow.topics),
+                        "; ".join(command("reset", group, schema, "--topic", topic) for topic in flow.topics),
                         extra={"action": "applied_before", "group": group},
                     )
         for statement in ready.statements:
@@ -147,15 +162,31 @@ def made_ready(
             if messages:
                 what = f"none of {len(messages)} messages in the sample of {topics} makes a row to learn columns from"
             raise NoColumns(f"{what}; make the table {flow.table} yourself") from None
-        return Ready(flow=with_rest(flow, columns.rest), statements=create_table(flow, columns), messages=messages)
+        made = create_table(flow, columns)
+        flow = with_rest(flow, columns.rest)
+        return Ready(flow=flow, statements=made, columns=columns.types, messages=messages)
     parameters = {"name": flow.table, "comment": REST_COMMENT}
     found = cursor_on(connection).execute(query("find_rest_column", ""), parameters, prepare=False).fetchone()
     flow = with_rest(flow, found[0] if found else None)
+    # It is not altered to what the options say of one that is made.
+    if flow.mode == "append" and flow.key and set(flow.key) not in map(set, table.keys):
+        text = "%s is there, and has no unique index over %s: in mode append key is for a table that is made"
+        logger.warning(text, table, ", ".join(flow.key), extra={"action": "key_ignored", "table": flow.table})
+    for column in (column for column in table.columns if column.name in flow.types):
+        given = flow.types[column.name]
+        names = query("name_types", "", one=sql.SQL(given), other=sql.SQL(column.type_name))
+        # More than a name, such as serial or text NOT NULL, says how a column is made, and is compared with nothing.
+        with contextlib.suppress(psycopg.ProgrammingError), connection.transaction():
+            one, other = (each.type_display for each in connection.execute(names, prepare=False).description or ())
+            if one != other:
+                text = "%s is there, and its column %s is %s, not %s: types are for columns that are made"
+                extra = {"action": "type_ignored", "table": flow.table}
+                logger.warning(text, table, column.name, column.type_name, given, extra=extra)
     if not (task.adds_columns or is_dry):
         return Ready(flow=flow)
     messages = sample(task.kafka, flow.topics, _positions(task, connection) if task.adds_columns else None)
     wanted = asking(columns_of, flow, messages, for_new_table=False).types if task.adds_columns else {}
-    return Ready(flow=flow, statements=ddl.add_columns(table, wanted), messages=messages)
+    return Ready(flow=flow, statements=ddl.add_columns(table, wanted), columns=wanted, messages=messages)
 
 
 def check_without_table(flow: Flow, messages: Sequence[Message]) -> None:
@@ -163,10 +194,8 @@ def check_without_table(flow: Flow, messages: Sequence[Message]) -> None:
 
     :raises BadRow: for one that the table's decoder would refuse, such as a tombstone where rows are only appended.
     """
-    plain = replace(
-        flow, fields=None, rename={}, metadata={}, constants={}, rest=None, epoch={}, decimal={}, json_text=()
-    )
-    decoder = plain.decoder()
+    nothing: Any = {name: {} for name in ("rename", "metadata", "constants", "epoch", "decimal", "binary")}
+    decoder = replace(flow, fields=None, rest=None, json_text=(), **nothing).decoder()
     decoder.prepare(Table(schema="", name=flow.table, columns=()), mode=flow.mode, key=())
     list(decoder.decode(messages))
 
@@ -175,7 +204,8 @@ def _positions(task: Task, connection: Connection) -> Positions:
     """Return where the group stands."""
     with cursor_on(connection, class_row(Stored)) as cursor:
         # Binary, as no style of dates of the database is to be minded then.
-        cursor.execute(query("status", task.schema), {"group_id": task.kafka["group.id"]}, prepare=False, binary=True)
+        asked = query("status", task.settings.schema), {"group_id": task.kafka["group.id"]}
+        cursor.execute(*asked, prepare=False, binary=True)
         return {row.place: row.next_offset or 0 for row in cursor}
 
 
@@ -265,7 +295,7 @@ def columns_of(flow: Flow, messages: Sequence[Message], *, for_new_table: bool) 
         for key in keys if source.startswith("key:") else ():
             with contextlib.suppress(ValueError):  # the worker tells which one
                 part = in_key(shape, key).get(column, b"null")
-                kind = types_in_key(key).get(source[4:]) or wider(kind, type_of(msgspec.json.decode(part)))
+                kind = types_in_key(key).get(path_of(source[4:])) or wider(kind, type_of(msgspec.json.decode(part)))
         result.types[column] = kind or "text"
     result.types |= {column: type_of(value) or "text" for column, value in flow.constants.items()}
     result.types |= flow.types
@@ -288,11 +318,11 @@ def columns_of(flow: Flow, messages: Sequence[Message], *, for_new_table: bool) 
 
 def _objects(
     flow: Flow, messages: Sequence[Message]
-) -> tuple[list[dict[str, Any]], dict[str, str], tuple[str, ...], list[bytes | None]]:
+) -> tuple[list[bytes], dict[Path, str], tuple[str, ...], list[bytes | None]]:
     """Return the rows in messages, the types and the key that their schemas tell, and the messages' keys in JSON."""
     keys: list[bytes | None] = []
-    objects: list[dict[str, Any]] = []
-    types: dict[str, str] = {}
+    objects: list[bytes] = []
+    types: dict[Path, str] = {}
     key: tuple[str, ...] = ()
     bad: list[BadRow] = []
     looks = replace(flow, missing="keep", on_tombstone="skip", on_truncate="skip").unwrapping(
@@ -303,7 +333,8 @@ def _objects(
             raise CommandError(str(BadRow(hint, message=message)))
         try:
             found, told, names = looks.read(message, tells=True)
-            rows = [_object(m.value()) for m in found if m.value() is not None]
+            values = (m.value() for m in found)
+            rows = [_object(value.removeprefix(BYTE_ORDER_MARK)) for value in values if value is not None]
             objects += rows
             keys += [m.key() for m in found]
             types |= told if rows else {}
@@ -319,46 +350,35 @@ def _objects(
     return objects, types, key, keys
 
 
-def _object(value: bytes | None) -> dict[str, Any]:
-    """Read an object as the decoder does, which knows no NaN and no encoding but UTF-8.
+def _object(value: bytes) -> bytes:
+    """Return the text of an object.
 
     :raises ValueError: showing what it is instead.
     """
-
-    def no_constant(text: str) -> None:
-        raise ValueError(f"JSON has no {text}")
-
     try:
-        found = json.loads((value or b"").decode("utf-8-sig"), parse_constant=no_constant)
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{cut(value)} ({error})") from error
-    if not isinstance(found, dict):
-        raise ValueError(f"{cut(value)}{way_on(value)}")
-    nothing = json.loads(UNAVAILABLE)
-    return {name: each for name, each in found.items() if each != nothing}
+        refuse_malformed(value)
+        fields_in(value)
+    except (msgspec.DecodeError, ValueError, RecursionError) as error:
+        raise ValueError(f"{cut(value)} ({error}){way_on(value)}") from error
+    return value
 
 
-def _types(flow: Flow, objects: Sequence[dict[str, Any]], types: Mapping[str, str]) -> dict[str, str]:
+def _types(flow: Flow, objects: Sequence[bytes], types: Mapping[Path, str]) -> dict[str, str]:
     """Find the type of each column."""
     if flow.fields is None:
-        paths: dict[str, tuple[str, ...]] = {name: (name,) for one in [types, *objects] for name in one}
+        names = [path[0] for path in types if len(path) == 1]
+        names += [name for one in objects for name, raw in fields_in(one).items() if bytes(raw) != UNAVAILABLE]
+        paths: dict[str, Path] = {name: (name,) for name in names}
         renamed = paths_of(flow.rename)
         taken = {*flow.metadata, *flow.constants, flow.rest, *flow.drop, *(path[0] for path in renamed.values())}
         paths = {name: path for name, path in paths.items() if name not in taken} | renamed
     else:
         paths = paths_of(flow.fields)
-    found: dict[str, str] = {}
-    for column, path in paths.items():
-        kind: str | None = types.get(path[0]) if len(path) == 1 else None
-        if kind is None:
-            for one in objects:
-                value: Any = one
-                for name in path:
-                    value = value.get(name) if isinstance(value, dict) else None
-                kind = wider(kind, type_of(value))
-        found[column] = kind or "jsonb"
+    found = dict.fromkeys(paths, "jsonb") | types_in(paths, objects)
+    found |= {column: types[path] for column, path in paths.items() if path in types}
     found |= {column: "date" if unit == "days" else "timestamptz" for column, unit in flow.epoch.items()}
     found |= dict.fromkeys(flow.decimal, "numeric") | dict.fromkeys(flow.json_text, "jsonb")
+    found |= dict.fromkeys(flow.binary, "bytea")
     return found
 
 
@@ -376,8 +396,9 @@ def create_table(flow: Flow, columns: Columns) -> list[sql.Composed]:
             f"no message of the sample has {', '.join(unknown)}, which --key names; "
             f"there are {', '.join(columns.types)}"
         )
-    made = [ddl.create_table(flow.table_name, columns.types, key)]
+    name = ddl.parts_of(flow.table)
+    made = [ddl.create_table(name, columns.types, key)]
     if columns.rest is not None:
-        column = sql.Identifier(*flow.table_name, columns.rest)
+        column = sql.Identifier(*name, columns.rest)
         made.append(query("comment_on_rest_column", "", column=column, comment=sql.Literal(REST_COMMENT)))
     return made

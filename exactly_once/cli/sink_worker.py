@@ -60,7 +60,8 @@ class LateTables:
 
     def find(self, topic: str, messages: Sequence[Message]) -> TableSink | None:
         """Return the sink of a topic, made of these messages if need be; None while they show no columns."""
-        if (flow := self._task.flow_of_new(topic)) is None:
+        waiting = next((flow for flow in self._task.waiting if topic in flow.topics), None)
+        if (flow := waiting or self._task.found_by_pattern(topic)) is None:
             raise TableError(f"no table for topic {topic}")
         if flow.topics not in self._sinks:
             ready = None
@@ -112,9 +113,9 @@ def work(task: Task, report: Callable[[Counts], None] | None = None) -> None:
         consumer = stack.enter_context(
             kind(
                 kafka,
-                conninfo=task.conninfo,
-                connect=task.connect,
-                schema=task.schema,
+                conninfo=task.settings.conninfo,
+                connect=task.settings.connect,
+                schema=task.settings.schema,
                 start=task.start,
                 on_out_of_range=task.run.on_out_of_range,
                 name=task.run.name,
@@ -269,7 +270,7 @@ def work_alone(task: Task, counts: Connection) -> None:
 
 def fail(error: Exception, task: Task) -> None:
     """Tell the error that ends a worker in one line; as a record where the records are for programs."""
-    text = one_line(error, task.secrets)
+    text = one_line(error, task.settings.secrets)
     if task.log_json:
         logger.critical("%s", text, extra={"action": "failed", "error": type(error).__name__})
     else:

@@ -15,6 +15,7 @@ import psycopg
 from psycopg import sql
 
 from exactly_once import ExactlyOnceConsumer, Fenced, InstanceFenced, Redelivered, Unit
+from exactly_once.cli.options import Settings
 from exactly_once.cli.sink_flows import Flow, Run, Task
 from exactly_once.cli.sink_worker import work
 from exactly_once.demo import worker as demo_worker
@@ -151,8 +152,7 @@ def apply(order: Order) -> None:
             Task(
                 flows=[flow],
                 kafka=order.kafka,
-                conninfo=order.conninfo,
-                schema="exactly_once",
+                settings=Settings(schema="exactly_once", conninfo=order.conninfo),
                 run=Run(**order.options),
                 start="earliest",
             )

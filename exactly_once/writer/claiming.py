@@ -9,16 +9,11 @@ from dataclasses import replace
 from .changes import Tombstone
 from .decoding import Decoded, header
 from .errors import BadRow, cut, place_of
+from .from_json import path_of
+from .json_shape import BYTE_ORDER_MARK, NULL, Raw, Shape
+from .json_values import UNREADABLE
+from .logical import in_key
 from .table import Table
-
-try:
-    import msgspec
-
-    from .from_json import path_of
-    from .json_shape import BYTE_ORDER_MARK, Shape
-    from .logical import in_key
-except ImportError as error:
-    raise ImportError(f"{error}\na claim needs msgspec: pip install 'kafka-exactly-once[sink]'") from error
 
 # Claims keys in the transaction of a unit; tells of each whether it is the first.
 Claim = Callable[[Sequence[str]], Sequence[bool]]
@@ -34,7 +29,7 @@ class Claims:
         kind, is_named, name = source.partition(":") if isinstance(source, str) else ("", "", "")
         self._envelope = (kind, name) if is_named and kind in ("header", "key") else None
         self._path = path_of(name if self._envelope else source)
-        self._shape = Shape({"key": (self._path, msgspec.Raw)})
+        self._shape = Shape({"key": (self._path, Raw)})
 
     def unclaimed(self, decoded: Decoded, table: Table, claim: Claim) -> Decoded:
         """Make all rows, so that what is bad claims nothing; then claim their keys, and return the rows that are first.
@@ -50,13 +45,13 @@ class Claims:
                     if value is None and type(row) is Tombstone:
                         keys.append(None)
                         continue
-                    found, _ = self._shape.find((value or b"null").removeprefix(BYTE_ORDER_MARK))
-                    key = msgspec.json.decode(found.get("key", b"null"))
+                    found, _ = self._shape.find((value or NULL).removeprefix(BYTE_ORDER_MARK))
+                    key = json.loads(found.get("key", NULL))
                 elif self._envelope[0] == "header":
                     key = header(self._envelope[1], message, is_bytes=False)
                 else:
-                    key = msgspec.json.decode(in_key(self._shape, message.key()).get("key", b"null"))
-            except (msgspec.DecodeError, ValueError, RecursionError) as error:
+                    key = json.loads(in_key(self._shape, message.key()).get("key", NULL))
+            except UNREADABLE as error:
                 raise BadRow(f"there is no key to claim: {error}", message=message) from error
             if not isinstance(key, (str, int)) or isinstance(key, bool) or key == "":
                 where = ":".join(self._envelope) if self._envelope else ".".join(self._path)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from datetime import date, datetime, time, timedelta
+from datetime import UTC, date, datetime, time, timedelta
 from decimal import Decimal, InvalidOperation
 from ipaddress import IPv4Address, IPv4Interface, IPv4Network, IPv6Address, IPv6Interface, IPv6Network
 from typing import Any, Literal, NoReturn
@@ -29,6 +29,7 @@ TEXT = registry["text"].oid
 BYTEA = registry["bytea"].oid
 _NONE = type(None)
 
+_FAR_ZONE = timedelta(hours=16)
 _NEEDS_QUOTES = frozenset('{}(),"\\ \t\n\r\v\f')
 
 
@@ -93,6 +94,12 @@ def _range(value: Range[Any]) -> str:
     return f"{opening}{_part(value.lower)},{_part(value.upper)}{closing}"
 
 
+def _moment(value: datetime) -> str:
+    """Write a moment; Postgres's text has no zones of 16 hours and more, which Python has and its binary form takes."""
+    is_far = abs(value.utcoffset() or timedelta()) >= _FAR_ZONE
+    return (value.astimezone(UTC) if is_far else value).isoformat(sep=" ")
+
+
 _WRITERS: dict[type, Callable[[Any], str]] = {
     str: str.__str__,
     bool: lambda value: "t" if value else "f",
@@ -100,7 +107,7 @@ _WRITERS: dict[type, Callable[[Any], str]] = {
     float: float.__repr__,
     Decimal: str,
     **dict.fromkeys((bytes, bytearray, memoryview), lambda value: "\\x" + value.hex()),
-    datetime: lambda value: value.isoformat(sep=" "),
+    datetime: _moment,
     date: date.isoformat,
     time: time.isoformat,
     # Each with its sign: with IntervalStyle sql_standard the first one's would else be that of all.

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import re
 import string
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
+import psycopg
 from psycopg import sql
 
 from exactly_once.ledger.sql import query
@@ -16,6 +17,7 @@ from .table import Table
 _SYSTEM_COLUMNS = {"tableoid", "xmin", "cmin", "xmax", "cmax", "ctid"}
 # Of a name without quotes a database in UTF-8 folds these letters only: Ü stays what it is.
 _FOLDED = str.maketrans(string.ascii_uppercase, string.ascii_lowercase)
+_BYTE = re.compile(r"\b0x([0-9a-f]{2})")
 _NAME = re.compile(r'"(?:[^"]|"")*"|[^."]+')
 
 
@@ -26,6 +28,12 @@ def can_be_column(name: str) -> bool:
     except UnicodeEncodeError:  # half of a surrogate pair, as of a text that was cut
         return False
     return is_short and name not in _SYSTEM_COLUMNS and not set('"\\\0') & set(name)
+
+
+def unencodable(error: psycopg.errors.UntranslatableCharacter, names: Iterable[str]) -> list[str]:
+    """Return the names with the character that the database's encoding lacks, which Postgres tells by its bytes."""
+    character = bytes.fromhex("".join(_BYTE.findall(error.diag.message_primary or ""))).decode(errors="replace")
+    return [name for name in names if character and character in name]
 
 
 def parts_of(name: str) -> list[str]:

@@ -136,13 +136,21 @@ class Envelope:
             path = tuple(name.split("."))
             shape = json_shape.Shape({"part": (path, json_shape.Raw)})
             filled = {name: column} if len(path) == 1 else {}
+            known = reading or json_values.Reading()
 
-            def find(message: Message) -> bytes | None:
+            read = json_values.checked(column, known)
+
+            def get(message: Message) -> Any:
                 if kind == "key":
-                    return logical.in_key(shape, message.key(), filled).get("part")
-                return json.dumps(header(name, message, is_bytes=False)).encode()
+                    raw = logical.in_key(shape, message.key(), filled, known.binary).get("part", json_shape.NULL)
+                else:
+                    raw = json.dumps(header(name, message, is_bytes=False)).encode()
+                try:
+                    return read(raw)
+                except json_values.UNREADABLE as error:
+                    raise ValueError(json_values.refusal(column, raw, error, known)) from error
 
-            return json_values.part_of(find, column, reading or json_values.Reading())
+            return get
         if source == "timestamp":
             return _milliseconds if type_name == "int8" else _timestamp
         if source == "headers" and type_name not in ("json", "jsonb"):
@@ -222,14 +230,13 @@ def key_value(column: Column, message: Message) -> Any:
     value = json.loads(text, parse_float=Decimal)
     if not (isinstance(value, dict) and value.keys() == {"schema", "payload"}):
         return value
-    if not isinstance(value["schema"], dict):
-        return value["payload"]
-    from . import json_shape, logical  # noqa: PLC0415 - an extra
+    from . import logical  # noqa: PLC0415 - an extra
 
-    told = {each: bytes(part) for each, part in json_shape.fields_in(key).items()}
-    schema = logical.holding(logical.schema_in(told["schema"]), column.name)
-    payload = logical.converted({column.name: told["payload"]}, schema, {column.name: column})[column.name]
-    return json.loads(payload, parse_float=Decimal)
+    schema, payload = logical.opened(key)
+    if schema is None or payload is None:
+        return value["payload"]
+    row = logical.converted({column.name: payload}, logical.holding(schema, column.name), {column.name: column})
+    return json.loads(row[column.name], parse_float=Decimal)
 
 
 def _headers(message: Message) -> list[list[Any]] | None:

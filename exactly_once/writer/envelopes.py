@@ -21,8 +21,8 @@ from exactly_once.errors import ConfigurationError
 from .codecs import name_of
 from .errors import BadRow, cut
 from .from_json import OnTombstone
-from .json_shape import UNAVAILABLE, fields_in
-from .logical import NUMBERS, Row, Schema, converted, holding, schema_in, types_of
+from .json_shape import UNAVAILABLE, Path, fields_in
+from .logical import NUMBERS, Row, Schema, converted, holding, of_bytes, opened, refuse_unsure_bytes, types_of
 from .mysql import column_of, value_for
 from .statements import Mode
 from .table import Column
@@ -35,18 +35,18 @@ Change = tuple[bytes | None, bytes | None]
 
 # What Debezium writes for a large value that Postgres has not logged, because the update left it as it was.
 _PLACEHOLDER = b"__debezium_unavailable_value"
-_TEXT, _BASE64 = _PLACEHOLDER.decode(), base64.b64encode(_PLACEHOLDER).decode()
+_TEXT, _BASE64, _HEX = _PLACEHOLDER.decode(), base64.b64encode(_PLACEHOLDER).decode(), _PLACEHOLDER.hex()
 # Its MD5, which is what stands for it in an array of uuid.
 _UUID = "b68a35a7-17ad-35b3-af2a-ae46edb4545a"
 # What becomes of it in a column of geometry and of geography: places that nothing has.
 _PLACES = ("AQEAACDmEAAAAAAA/IPXl8EAAAD8g9eXwQ==", "AQEAACDmEAAADCHn/f9/ZkAYQs77/39WQA==")
 _PLACEHOLDERS: tuple[Any, ...] = (
-    *(_TEXT, _BASE64, [_TEXT], [_BASE64], [_UUID], list(_PLACEHOLDER)),
+    *(_TEXT, _BASE64, _HEX, [_TEXT], [_BASE64], [_HEX], [_UUID], list(_PLACEHOLDER)),
     *({_TEXT: _TEXT}, f'{{"{_TEXT}":"{_TEXT}"}}'),  # of hstore
     *({"wkb": wkb, "srid": 4326} for wkb in _PLACES),
 )
 # Looked for first, for such a value is rare.
-_HINTS = [hint.encode() for hint in (_TEXT, _BASE64, _UUID, "[95,95,", "[95, 95,", *_PLACES)]
+_HINTS = [hint.encode() for hint in (_TEXT, _BASE64, _HEX, _UUID, "[95,95,", "[95, 95,", *_PLACES)]
 # Statements of which Canal tells that remove no rows.
 _WITHOUT_ROWS = ("CREATE", "ALTER", "QUERY", "CINDEX", "DINDEX")
 # What is raised for what is no JSON.
@@ -117,8 +117,8 @@ class Format:
         """Return the row in a message; None for the delete that a message without a value is."""
         return message.value()
 
-    def types(self, message: Message) -> dict[str, str]:
-        """Return the types of columns that a message tells, by the names of fields; by default the values tell."""
+    def types(self, message: Message) -> dict[Path, str]:
+        """Return the types of columns that a message tells, by the paths of fields; by default the values tell."""
         return {}
 
     def key_fields(self, message: Message) -> tuple[str, ...]:
@@ -132,6 +132,9 @@ class Envelope(Format):
     In an upsert a delete event deletes, and an update that changes the key deletes the old row as well. A tombstone
     behind a delete is nothing. Elsewhere a delete is refused, unless ``on_tombstone="skip"``. A truncate event has no
     key and concerns all partitions: it is refused, unless ``on_truncate="skip"``.
+
+    ``decimal`` names the columns whose numbers are bytes, ``binary`` those whose bytes are text, ``drop`` fields whose
+    values may be left out by the source; with ``lax`` numbers may be texts.
     """
 
     def __init__(
@@ -142,6 +145,7 @@ class Envelope(Format):
         on_tombstone: OnTombstone | None = None,
         on_truncate: Literal["refuse", "skip"] = "refuse",
         decimal: Collection[str] = (),
+        binary: Collection[str] = (),
         lax: bool = False,
         drop: Collection[str] = (),
     ) -> None:
@@ -152,11 +156,12 @@ class Envelope(Format):
         self._keeps_missing = missing == "keep"
         self._on_tombstone = on_tombstone
         self._skips_truncate = on_truncate == "skip"
-        self._decimal, self._lax = frozenset(decimal), lax
+        self._decimal, self._binary, self._lax = frozenset(decimal), frozenset(binary), lax
         # The fields of which a text, where no schema tells, may be a number or the base64 of one.
         self._unsure: frozenset[str] = frozenset()
-        # The columns that the fields of a row go to, by the fields' names.
+        # The columns that the fields of a row go to, by the fields' names; of bytes, whose form a schema must tell.
         self._columns: Mapping[str, Column] = {}
+        self._bytes: Mapping[str, Column] = {}
         self._deletes = False
         # The fields of the key; none where rows are only appended, or where all of it is metadata.
         self._key: tuple[str, ...] = ()
@@ -177,6 +182,7 @@ class Envelope(Format):
                 f"mode='insert-ignore' would leave out the updates of format={self._name!r}: say upsert or append"
             )
         self._columns, self._key, self._deletes = columns, tuple(key), mode == "upsert"
+        self._bytes = of_bytes(columns, self._binary)
         if self._name == "debezium" and not self._lax:
             numbers = (f for f, c in columns.items() if name_of(c.type_oid) in NUMBERS and c.name not in self._decimal)
             self._unsure = frozenset(numbers)
@@ -192,11 +198,11 @@ class Envelope(Format):
         for changed, row in (self._tombstone if message.value() is None else self._changes)(message):
             yield changed, None if row is None else msgspec.json.encode(_raw(row))
 
-    def types(self, message: Message) -> dict[str, str]:
+    def types(self, message: Message) -> dict[Path, str]:
         """Return the types of the columns that the schema of a message asks for; none where it has no schema."""
         if self._name == "canal":
-            return {name: column_of(kind) for name, kind in (_event(message).mysqlType or {}).items()}
-        schema, _ = _opened(message.value())
+            return {(name,): column_of(kind) for name, kind in (_event(message).mysqlType or {}).items()}
+        schema, _ = opened(message.value())
         return {} if schema is None else types_of(schema.of("after") or schema)
 
     def key_fields(self, message: Message) -> tuple[str, ...]:
@@ -211,7 +217,7 @@ class Envelope(Format):
     # Each of these returns keys with rows, or with None for a delete.
 
     def _debezium(self, message: Message) -> Iterator[tuple[bytes | None, Row | None]]:
-        schema, payload = _opened(message.value())
+        schema, payload = opened(message.value())
         if payload is None:
             yield from self._tombstone(message)
             return
@@ -229,10 +235,9 @@ class Envelope(Format):
             raise BadRow(f"no change event of Debezium (op is {op!r}): {cut(payload)}")
 
     def _connect(self, message: Message) -> Iterator[tuple[bytes | None, Row | None]]:
-        value = message.value() or b""
-        if not _read(value).payload:
+        schema, payload = opened(value := message.value())
+        if payload is value:
             raise BadRow(f"the message has no schema and payload: {cut(value)}")
-        schema, payload = _opened(value)
         row = self._row(payload or b"", schema)
         if row is None:
             yield from self._tombstone(message)
@@ -302,6 +307,11 @@ class Envelope(Format):
                 what = f"{row[name].decode()} is a number or the base64 of one, and no schema tells"
                 how = "say decimal with its scale, or lax where it is a number (decimal.handling.mode=string)"
                 raise BadRow(f"{what}: {how}", column=name)
+        return self._converted(row, schema)
+
+    def _converted(self, row: Row, schema: Schema | None) -> Row:
+        if schema is not None or self._name == "debezium":
+            refuse_unsure_bytes(row, schema, self._bytes)
         return converted(row, schema, self._columns)
 
     def _truncate(self) -> None:
@@ -401,7 +411,7 @@ class Envelope(Format):
         None where it is no JSON.
         """
         try:
-            schema, payload = _opened(message.key())
+            schema, payload = opened(message.key())
             if payload is not None and payload.lstrip().startswith(b"{"):
                 return self._row(payload, schema), True
             msgspec.json.decode(payload or b"")
@@ -410,32 +420,19 @@ class Envelope(Format):
         if payload is None or len(self._key) != 1:
             return None, False
         [name] = self._key
-        return converted({name: payload}, schema and holding(schema, name), self._columns), False
-
-
-def _opened(text: bytes | None) -> tuple[Schema | None, bytes | None]:
-    """Split schema and payload; a text without them is the payload. None for no payload."""
-    if text is None:
-        return None, None
-    if not text.lstrip().startswith(b"{"):
-        return None, text
-    found = _read(text)
-    if not found.payload:
-        return None, text
-    schema = schema_in(bytes(found.schema)) if found.schema and bytes(found.schema) != b"null" else None
-    return schema, None if bytes(found.payload) == b"null" else bytes(found.payload)
+        return self._converted({name: payload}, schema and holding(schema, name)), False
 
 
 def _event(message: Message) -> _Wrapped:
     """Read an event of Maxwell or Canal, which a Schema Registry may have wrapped."""
-    _, payload = _opened(message.value())
+    _, payload = opened(message.value())
     return _read(payload or b"{}")
 
 
 def _fields_of_key(message: Message) -> tuple[Schema | None, dict[str, Raw]]:
     """Return the schema and the fields of a message's key as they are; none of one that is no object."""
     try:
-        schema, payload = _opened(message.key())
+        schema, payload = opened(message.key())
         return schema, fields_in(payload or b"")
     except _MALFORMED:
         return None, {}
@@ -444,7 +441,7 @@ def _fields_of_key(message: Message) -> tuple[Schema | None, dict[str, Raw]]:
 def _bare_key(message: Message) -> bytes | None:
     """Return a message's key if it is neither null nor an object."""
     try:
-        _, payload = _opened(message.key())
+        _, payload = opened(message.key())
     except _MALFORMED:
         payload = message.key()
     return None if payload is None or payload.lstrip().startswith(b"{") else payload

@@ -3,33 +3,35 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from datetime import datetime
 from decimal import Decimal
 from typing import Annotated, Any
 
 import msgspec
 
-from .json_shape import BYTE_ORDER_MARK, UNAVAILABLE, fields_in
+from .json_shape import BYTE_ORDER_MARK, UNAVAILABLE, Path, Raw, Shape
 
 _moment: Callable[[bytes], datetime] = msgspec.json.Decoder(Annotated[datetime, msgspec.Meta(tz=True)]).decode
 
 
-def types_in(names: Collection[str], values: Iterable[bytes | None]) -> dict[str, str]:
-    """Return the types of columns that hold certain fields of objects; none for a field that is null everywhere."""
+def types_in(paths: Mapping[str, Path], values: Iterable[bytes | None]) -> dict[str, str]:
+    """Return the types of columns that hold what objects have at certain paths; none for what is null everywhere."""
+    shape = Shape({column: (path, Raw) for column, path in paths.items()})
     types: dict[str, str | None] = {}
     for value in values:
-        if value is None:
+        try:
+            found, _ = shape.find((value or b"{}").removeprefix(BYTE_ORDER_MARK))
+        except ValueError:  # a path leads into what is no object: the decoder refuses that
             continue
-        fields = fields_in(value.removeprefix(BYTE_ORDER_MARK))
-        for name in names:
-            if name in fields and bytes(fields[name]) != UNAVAILABLE:
+        for column, raw in found.items():
+            if raw != UNAVAILABLE:
                 try:
-                    kind = type_of(msgspec.json.decode(fields[name]))
+                    kind = type_of(msgspec.json.decode(raw))
                 except (msgspec.DecodeError, ValueError, RecursionError):
                     kind = "jsonb"  # of which Postgres tells what is wrong with it, if it is
-                types[name] = wider(types.get(name), kind)
-    return {name: kind for name, kind in types.items() if kind is not None}
+                types[column] = wider(types.get(column), kind)
+    return {column: kind for column, kind in types.items() if kind is not None}
 
 
 def type_of(value: Any) -> str | None:

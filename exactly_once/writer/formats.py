@@ -25,8 +25,8 @@ from .codecs import name_of
 from .decoding import WHOLE_KEYS, Decoded, remade
 from .envelopes import Change, Envelope, EnvelopeName, Format, recognised
 from .errors import BadRow, cut
-from .from_json import JsonDecoder, OnTombstone, path_of
-from .json_shape import BYTE_ORDER_MARK, NULL, NULL_DOCUMENT, UNAVAILABLE, fields_in, refuse_malformed
+from .from_json import JsonDecoder, path_of
+from .json_shape import BYTE_ORDER_MARK, NULL, NULL_DOCUMENT, UNAVAILABLE, Path, fields_in, refuse_malformed
 from .statements import Mode
 from .table import Column, Table
 from .times import EPOCH
@@ -120,7 +120,7 @@ class FormatDecoder:
         for message in messages:
             with contextlib.suppress(*_UNREADABLE):
                 opened = message if self._binary is None else self._binary.opened(message, opens_key=False)
-                types |= self._format.types(opened)
+                types |= {path[0]: kind for path, kind in self._format.types(opened).items() if len(path) == 1}
         return types
 
     def decode(self, messages: Sequence[Message]) -> Decoded:
@@ -140,7 +140,7 @@ class FormatDecoder:
         decoded = self._decoder.decode([each for some in found for each in some])
         return replace(decoded, filtered=decoded.filtered + self._format.left_out - before)
 
-    def read(self, message: Message, *, tells: bool = False) -> tuple[list[Message], dict[str, str], tuple[str, ...]]:
+    def read(self, message: Message, *, tells: bool = False) -> tuple[list[Message], dict[Path, str], tuple[str, ...]]:
         """Return what a message says as messages in JSON; with ``tells`` also types and key, as far as it tells them.
 
         :raises BadRow: for a message that is not of the format, or asks for what cannot be done.
@@ -171,17 +171,10 @@ def format_of(
     *,
     columns: Sequence[str] | None = None,
     delimiter: str = ",",
-    missing: str = "null",
-    on_tombstone: OnTombstone | None = None,
-    on_truncate: Literal["refuse", "skip"] = "refuse",
     decimal: Collection[str] = (),
-    lax: bool = False,
-    drop: Collection[str] = (),
+    **envelope: Any,
 ) -> Format:
-    """Return a format by its name; ``columns`` and ``delimiter`` are those of CSV.
-
-    ``decimal`` names the columns whose numbers are bytes, ``drop`` fields whose values may be left out by the source;
-    with ``lax`` numbers may be texts.
+    """Return a format by its name; ``columns`` and ``delimiter`` are those of CSV, ``envelope`` those of an envelope.
 
     :raises ConfigurationError: for a name that is none.
     """
@@ -193,8 +186,7 @@ def format_of(
         return CloudEvents()
     if name not in get_args(EnvelopeName):
         raise ConfigurationError(f"format={name!r} is not possible; choose one of {', '.join(get_args(FormatName))}")
-    how: dict[str, Any] = {"missing": missing, "on_tombstone": on_tombstone, "on_truncate": on_truncate}
-    return Envelope(name, decimal=decimal, lax=lax, drop=drop, **how)
+    return Envelope(name, decimal=decimal, **envelope)
 
 
 class MessagePack(Format):
@@ -239,13 +231,13 @@ class MessagePack(Format):
                 raise BadRow(reason, message=message, column=column)
         return to_json(found)
 
-    def types(self, message: Message) -> dict[str, str]:
+    def types(self, message: Message) -> dict[Path, str]:
         """Return bytea for bytes, which JSON does not tell from text; text for what is not bytes in each message."""
         found = msgspec.msgpack.decode(message.value() or b"\x80")
         fields = found if isinstance(found, dict) else {}
         self._bytes_in |= {name for name, value in fields.items() if isinstance(value, bytes)}
         self._others_in |= {name for name, value in fields.items() if not isinstance(value, (bytes, type(None)))}
-        return {name: "text" if name in self._others_in else "bytea" for name in fields if name in self._bytes_in}
+        return {(name,): "text" if name in self._others_in else "bytea" for name in fields if name in self._bytes_in}
 
 
 def _unpacked(value: bytes) -> Any:
@@ -338,10 +330,16 @@ class Shaped(Format):
                     flat.setdefault(name, nothings[max(sources, key=len)])
             yield key, msgspec.json.encode(flat)
 
-    def types(self, message: Message) -> dict[str, str]:
-        """Return the types of what stays as it was."""
+    def types(self, message: Message) -> dict[Path, str]:
+        """Return what is told below; of objects that become their fields the types of those."""
         found = self._inner.types(message)
-        return found if self._flatten is None else {name: kind for name, kind in found.items() if kind != "jsonb"}
+        if (between := self._flatten) is None:
+            return found
+        return {
+            (between.join(path),): kind
+            for path, kind in found.items()
+            if kind != "jsonb" and self._drop.isdisjoint(".".join(path[: i + 1]) for i in range(len(path)))
+        }
 
     def key_fields(self, message: Message) -> tuple[str, ...]:
         """Return what is told below."""
@@ -501,9 +499,9 @@ class Csv(Format):
                 raise ValueError(f"{len(fields)} fields, not {len(self._names)}: {', '.join(self._names)}")
             yield message.key(), _encode(dict(zip(self._names, map(self._as_json, self._names, fields), strict=True)))
 
-    def types(self, message: Message) -> dict[str, str]:
+    def types(self, message: Message) -> dict[Path, str]:
         """Return text for each: a number may be a name with leading zeros."""
-        return dict.fromkeys(self._names, "text")
+        return {(name,): "text" for name in self._names}
 
     def _as_json(self, name: str, text: str | None) -> Any:
         if text is None or name not in self._json:

@@ -24,6 +24,7 @@ from .json_values import (
     TIMES,
     TIMESTAMPS,
     UNREADABLE,
+    BinaryMode,
     Epoch,
     Nul,
     Reading,
@@ -65,8 +66,9 @@ class JsonDecoder:
     ``metadata`` and ``constants`` fill columns as :class:`Envelope` says, ``rest`` names a jsonb column that collects
     all other fields.
     ``epoch`` says which dates, times and intervals are numbers, and of what unit; ``decimal`` which numbers are the
-    base64 of their bytes, and with what scale; ``json_text`` which json columns come as text that holds JSON. ``lax``
-    takes numbers and booleans in text too, and 1 and 0 for booleans; ``nul="strip"`` takes NUL out of text.
+    base64 of their bytes, and with what scale; ``json_text`` which json columns come as text that holds JSON;
+    ``binary`` which bytes are ``"hex"``, and of which it is certain that they are ``"base64"``. ``lax`` takes numbers
+    and booleans in text too, and 1 and 0 for booleans; ``nul="strip"`` takes NUL out of text.
 
     Timestamps are ISO 8601 with a zone for timestamptz and without one for timestamp, unless
     ``naive_timestamps="utc"``. A field that is missing is null, or, by default, left to a column that has a
@@ -86,6 +88,7 @@ class JsonDecoder:
         epoch: Mapping[str, Epoch] | None = None,
         decimal: Mapping[str, int] | None = None,
         json_text: Collection[str] = (),
+        binary: Mapping[str, BinaryMode] | None = None,
         lax: bool = False,
         nul: Nul = "refuse",
         naive_timestamps: Naive = "refuse",
@@ -107,6 +110,7 @@ class JsonDecoder:
             epoch=dict(epoch or {}),
             decimal=dict(decimal or {}),
             json_text=frozenset(json_text),
+            binary=dict(binary or {}),
         )
         self.missing = missing
         self._on_tombstone = on_tombstone
@@ -121,9 +125,12 @@ class JsonDecoder:
         for option, value, choices in (("nul", nul, get_args(Nul)), ("missing", missing, tuple(_MISSING))):
             if value not in choices:
                 raise ConfigurationError(f"{option}={value!r} is not possible; choose one of {', '.join(choices)}")
-        if unknown := set(self._reading.epoch.values()) - set(get_args(Epoch)):
-            units = ", ".join(get_args(Epoch))
-            raise ConfigurationError(f"epoch={epoch!r}: the units are {units}, not {', '.join(map(str, unknown))}")
+        for what, said, kind in (
+            (f"epoch={epoch!r}: the units", self._reading.epoch, Epoch),
+            (f"binary={binary!r}: the forms", self._reading.binary, BinaryMode),
+        ):
+            if unknown := set(said.values()) - set(get_args(kind)):
+                raise ConfigurationError(f"{what} are {', '.join(get_args(kind))}, not {', '.join(map(str, unknown))}")
 
     def prepare(self, table: Table, *, mode: Mode, key: Sequence[str]) -> None:
         """Build the decoder of this table's columns."""
@@ -192,6 +199,7 @@ class JsonDecoder:
             ("epoch", set(reading.epoch), TIMES),
             ("decimal", set(reading.decimal), {"numeric"}),
             ("json_text", set(reading.json_text), {"json", "jsonb"}),
+            ("binary", set(reading.binary), {"bytea"}),
         ):
             if unknown := given - set(names):
                 raise TableError(f"{option} names {', '.join(sorted(unknown))}, which no field fills")
@@ -434,6 +442,7 @@ class _Key:
         columns = table.pick([name for name in key if name in paths])
         self._readers = {c.name: checked(c, reading) for c in columns}
         self._encoded = {c.name for c in columns if reading.is_special(c) or base_name(c) == "bytea"}
+        self._certain = reading.binary
         self._by_field = {paths[c.name][-1]: c for c in columns}
         self._shape = Shape({c.name: ((paths[c.name][-1],), Raw) for c in columns})
 
@@ -453,7 +462,7 @@ class _Key:
             raise ValueError("there is neither key nor value, so there is nothing to delete")
         raw = key.strip().removeprefix(BYTE_ORDER_MARK)
         if raw.startswith(b"{"):
-            found = in_key(self._shape, raw, self._by_field)
+            found = in_key(self._shape, raw, self._by_field, self._certain)
             return {name: read(found.get(name, NULL)) for name, read in self._readers.items()}
         if len(self._readers) > 1:
             raise ValueError(f"it is no object with {', '.join(self._readers)}")

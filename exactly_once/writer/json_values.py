@@ -6,7 +6,6 @@ The readers take every form that loses nothing: slower, and with errors that sho
 from __future__ import annotations
 
 import base64
-import binascii
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -17,7 +16,6 @@ from typing import Annotated, Any, Literal
 from uuid import UUID
 
 import msgspec
-from confluent_kafka import Message
 from msgspec import Meta
 
 from . import changes
@@ -31,6 +29,8 @@ from .times import BEYOND, EPOCH, clock_of, span_of
 
 # The unit of dates, times and intervals that are numbers.
 Epoch = Literal["s", "ms", "us", "ns", "days"]
+# How bytes are written in text, by the names of Debezium's binary.handling.mode.
+BinaryMode = Literal["base64", "hex"]
 # What to do with NUL, which text in Postgres does not hold.
 Nul = Literal["refuse", "strip"]
 
@@ -77,6 +77,7 @@ _NUL_ESCAPE = re.compile(rb"(?<!\\)((?:\\\\)*)(?:\\u0000)+")
 _TEXT: msgspec.json.Decoder[str] = msgspec.json.Decoder(str)
 _LIST: msgspec.json.Decoder[list[msgspec.Raw]] = msgspec.json.Decoder(list[msgspec.Raw])
 _BASE64 = re.compile(rb'"(?:[A-Za-z0-9+/]{4})*[A-Za-z0-9+/]{2}(?:==|[A-Za-z0-9+/]=|[A-Za-z0-9+/]{2})"')
+_HEXADECIMAL = re.compile(rb'"(?:[\da-fA-F]{2})+"')
 # What a number says nothing of, unless its unit is known.
 TIMES = {"timestamp", "timestamptz", "date", "time", "timetz", "interval"}
 _NUMBER_STARTS = b"-0123456789"
@@ -99,10 +100,11 @@ class Reading:
     decimal: Mapping[str, int] = field(default_factory=dict)
     """The scales of numbers that come as base64 of their bytes."""
     json_text: frozenset[str] = frozenset()
+    binary: Mapping[str, BinaryMode] = field(default_factory=dict)
 
     def is_special(self, column: Column) -> bool:
         """Tell whether something was said of a column."""
-        return column.name in self.epoch or column.name in self.decimal or column.name in self.json_text
+        return any(column.name in said for said in (self.epoch, self.decimal, self.json_text, self.binary))
 
 
 def fast_type(column: Column, reading: Reading) -> Any:
@@ -160,23 +162,6 @@ def checked(column: Column, reading: Reading) -> Reader:
     return read_checked
 
 
-def part_of(find: Callable[[Message], bytes | None], column: Column, reading: Reading) -> Callable[[Message], Any]:
-    """Return what reads the JSON that is found in a message as fields of values are read; None where there is none.
-
-    It raises ValueError for what the column does not take.
-    """
-    read = checked(column, reading)
-
-    def get(message: Message) -> Any:
-        raw = find(message) or NULL
-        try:
-            return read(raw)
-        except UNREADABLE as error:
-            raise ValueError(refusal(column, raw, error, reading)) from error
-
-    return get
-
-
 def refusal(column: Column, raw: bytes, error: Exception, reading: Reading) -> str:
     """Say what was wrong with a value, and what would take it."""
     what, value, hint = str(error) or type(error).__name__, shown(raw), _advice(column, raw, reading)
@@ -187,16 +172,17 @@ def refusal(column: Column, raw: bytes, error: Exception, reading: Reading) -> s
 def _advice(column: Column, raw: bytes, reading: Reading) -> str:
     """Say what option, or what other type, would take a value that its column did not; nothing if none is known."""
     name, is_text, is_number = base_name(column), raw.startswith(b'"'), raw[0] in _NUMBER_STARTS
-    if is_number and name in TIMES and column.name in reading.epoch:
-        return ""  # it is taken as a number already, and says itself what is wrong
     if is_number and name in TIMES:
         unit, words = ("days", "days") if name == "date" else ("ms", "milliseconds")
-        return f'epoch = {{ {column.name} = "{unit}" }} takes a number, here of {words}'
+        takes = f'epoch = {{ {column.name} = "{unit}" }} takes a number, here of {words}'
+        return "" if column.name in reading.epoch else takes  # else it says itself what is wrong
     if raw.startswith((b"{", b"[")):
         return f"jsonb takes it: {_alter(column, 'jsonb', 'to_jsonb')}" if column.element is None else ""
     if (is_text or is_number) and name == "bool":
         takes = "" if reading.lax else 'lax = true takes 1, 0, "true", "false", "t" and "f"; '
         return f"{takes}jsonb takes all: {_alter(column, 'jsonb', 'to_jsonb')}"
+    if is_text and name == "bytea" and _HEXADECIMAL.fullmatch(raw):
+        return f'binary = {{ {column.name} = "hex" }} takes hexadecimal'
     if is_text and name in FLOATS and not reading.lax:
         return f"lax = true takes numbers and booleans in text; text takes all: {_alter(column, 'text')}"
     if is_number and (name in LIMITS or name in FLOATS):
@@ -261,7 +247,8 @@ def _read_of(column: Column, reading: Reading) -> Reader:
     if name in FLOATS or name == "bool":
         return partial(_number_or_boolean, name=name, lax=reading.lax)
     if name or column.kind != "b":
-        return _SIMPLE.get(name, as_text)
+        form = reading.binary.get(column.name)
+        return _SIMPLE.get(name, as_text) if form is None else partial(_bytes, form=form)
     # Of an extension: whatever it makes of it, for a list may be a vector, an object a geometry.
     return lambda raw: raw.decode() if raw.startswith((b"[", b"{")) else as_text(raw)
 
@@ -280,11 +267,12 @@ def _number_or_boolean(raw: bytes, name: str, *, lax: bool) -> Any:
     return int(text) if re.fullmatch(r"-?\d{1,400}", text, re.ASCII) and int(text) else text
 
 
-def _bytes(raw: bytes) -> bytes:
+def _bytes(raw: bytes, form: BinaryMode = "base64") -> bytes:
+    text = _words(raw)
     try:
-        return base64.b64decode(_words(raw), validate=True)
-    except binascii.Error as error:
-        raise ValueError(f"{shown(raw)} is no base64: {error}") from error
+        return bytes.fromhex(text) if form == "hex" else base64.b64decode(text, validate=True)
+    except ValueError as error:
+        raise ValueError(f"{shown(raw)} is no {form}: {error}") from error
 
 
 def _unscaled(raw: bytes, scale: int) -> Decimal:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import base64
-from collections.abc import Callable, Mapping
+import re
+from collections.abc import Callable, Collection, Mapping
 from datetime import datetime, timedelta
 from functools import lru_cache, partial
 from typing import Literal
@@ -12,9 +13,10 @@ from uuid import UUID
 import msgspec
 from msgspec import Raw
 
+from .codec import BYTEA
 from .codecs import name_of
 from .errors import BadRow, cut
-from .json_shape import NULL, NULL_DOCUMENT, UNAVAILABLE, Shape, fields_in, refuse_malformed
+from .json_shape import NULL, NULL_DOCUMENT, UNAVAILABLE, Path, Shape, fields_in, refuse_malformed
 from .numbers import scaled
 from .table import Column
 from .times import BEYOND, EPOCH, span_of
@@ -27,6 +29,8 @@ Convert = Callable[[bytes, "Column | None"], bytes]
 # So many schemas are kept: of many topics, a few each.
 _SHAPES = 256
 NUMBERS = ("int2", "int4", "int8", "float4", "float8", "numeric")
+# Hexadecimal that is the base64 of other bytes, too.
+_HEX_OR_BASE64 = re.compile(rb'"(?:(?:[\da-f]{4})+|(?:[\dA-F]{4})+)"')
 
 
 class Schema(msgspec.Struct, frozen=True, eq=False, omit_defaults=True):
@@ -68,46 +72,106 @@ def converted(row: Row, schema: Schema | None, columns: Mapping[str, Column]) ->
     return row
 
 
+class _Wrapped(msgspec.Struct, forbid_unknown_fields=True):
+    schema: Raw = Raw()
+    payload: Raw = Raw()
+
+
+_wrapped, _whole = msgspec.json.Decoder(_Wrapped).decode, msgspec.json.Decoder(Raw).decode
+
+
+def opened(text: bytes | None) -> tuple[Schema | None, bytes | None]:
+    """Split schema and payload; a text without them is the payload. None for no payload."""
+    if text is None or not text.lstrip().startswith(b"{"):
+        return None, text
+    try:
+        found = _wrapped(text)
+    except msgspec.ValidationError:  # it has other fields, behind which it may be malformed
+        _whole(text)
+        return None, text
+    if not found.payload:
+        return None, text
+    schema, payload = bytes(found.schema), bytes(found.payload)
+    return schema_in(schema) if schema.startswith(b"{") else None, None if payload == NULL else payload
+
+
+def of_bytes(columns: Mapping[str, Column], certain: Collection[str]) -> dict[str, Column]:
+    """Return the columns of bytes, or of lists of such, but for those of which it is certain how text holds bytes."""
+    return {f: c for f, c in columns.items() if (c.element or c).type_oid == BYTEA and c.name not in certain}
+
+
+def refuse_unsure_bytes(row: Row, schema: Schema | None, columns: Mapping[str, Column]) -> None:
+    """Refuse text that may be hexadecimal or base64 where a schema says that it is text, or there is none.
+
+    :raises BadRow: naming what tells the two from each other.
+    """
+    for name, column in columns.items():
+        is_text = schema is None or name in _texts(schema)
+        text = row.get(name, UNAVAILABLE)
+        if is_text and text != UNAVAILABLE and (found := _HEX_OR_BASE64.search(text)):
+            what = f"{found[0].decode()} is hexadecimal or the base64 of other bytes, and no schema tells"
+            how = f'say binary = {{ {column.name} = "hex" }}, or "base64"' if column.element is None else "store text"
+            raise BadRow(f"{what}: {how}", column=column.name)
+
+
+@lru_cache(_SHAPES)
+def _texts(schema: Schema) -> set[str | None]:
+    """Find the fields of an object that are text, or lists of it."""
+
+    def innermost(kind: Schema) -> Schema:
+        return kind if kind.items is None else innermost(kind.items)
+
+    return {each.field for each in schema.fields if innermost(each).type == "string"}
+
+
 @lru_cache(_SHAPES)
 def holding(schema: Schema, field: str) -> Schema:
     """Return the schema of an object whose only field is of a schema: that of a key which is one bare value."""
     return Schema("struct", fields=(msgspec.structs.replace(schema, field=field),))
 
 
-def in_key(shape: Shape, key: bytes | None, columns: Mapping[str, Column] | None = None) -> dict[str, bytes]:
+def in_key(
+    shape: Shape, key: bytes | None, columns: Mapping[str, Column] | None = None, certain: Collection[str] = ()
+) -> dict[str, bytes]:
     """Return the JSON of each column that a message's key has a field for, be it with a schema or without.
 
     With ``columns``, those that the key's fields fill, values are what the schema says that they stand for.
 
     :raises ValueError: for a key that is no object.
-    :raises BadRow: for a value that is not of the type that the schema says.
+    :raises BadRow: for a value that is not of the type that the schema says, or may be bytes in two ways; ``certain``
+        names the columns of which that was said.
     """
-    if key is None:
-        return {}
     try:
-        fields = fields_in(key)
-        if fields.keys() <= {"schema", "payload"} and "payload" in fields:
-            key, schema = bytes(fields["payload"]), bytes(fields.get("schema", NULL))
-            if key == NULL:
-                return {}
-            if columns is not None and schema.startswith(b"{"):
-                row = {name: bytes(value) for name, value in fields_in(key).items()}
-                row = converted(row, schema_in(schema), columns)
-                key = msgspec.json.encode({name: Raw(value) for name, value in row.items()})
-        return shape.find(key)[0]
+        schema, payload = opened(key)
+        if payload is None:
+            return {}
+        if columns is not None and schema is not None:
+            row = {name: bytes(value) for name, value in fields_in(payload).items()}
+            refuse_unsure_bytes(row, schema, of_bytes(columns, certain))
+            row = converted(row, schema, columns)
+            payload = msgspec.json.encode({name: Raw(value) for name, value in row.items()})
+        return shape.find(payload)[0]
     except (msgspec.DecodeError, RecursionError) as error:
         raise ValueError(f"the key is no object in JSON: {cut(key)}") from error
 
 
-def types_of(schema: Schema) -> dict[str, str]:
-    """Return the types of columns that hold the fields of a schema."""
-    return {field.field: _column_type(field) for field in schema.fields if field.field is not None}
+def types_of(schema: Schema, above: Path = ()) -> dict[Path, str]:
+    """Return the types of columns that hold the fields of a schema, also those of objects in it, by their paths."""
+    types: dict[Path, str] = {}
+    for each in schema.fields:
+        if each.field is not None:
+            path, kind = (*above, each.field), _column_type(each)
+            if kind != "jsonb" or not above:  # of what else is in an object the values tell
+                types[path] = kind
+            if each.name not in _LOGICAL:
+                types |= types_of(each, path)
+    return types
 
 
-def types_in_key(key: bytes | None) -> dict[str, str]:
+def types_in_key(key: bytes | None) -> dict[Path, str]:
     """Return the types of columns that the schema of a key tells; none where it has no schema."""
-    schema = bytes(fields_in(key or b"{}").get("schema", NULL))
-    return types_of(schema_in(schema)) if schema.startswith(b"{") else {}
+    schema, _ = opened(key)
+    return {} if schema is None else types_of(schema)
 
 
 @lru_cache(_SHAPES)

@@ -165,8 +165,10 @@ class Plan:
         """
         natives, arrays = [], []
         for column, codec, values in zip(self.columns, self.codecs, zip(*prepared.rows, strict=True), strict=True):
-            # The driver takes the type of all ranges in a list from one bound of the first.
+            # The driver takes the type of all ranges in a list from one bound of the first, and writes moments as text
+            # in zones that Postgres does not read.
             is_scalar = column.kind == "b" and column.element is None and codec.wire == column.type_oid
+            is_scalar = is_scalar and name_of(column.type_oid) != "timestamptz"
             is_native = prepared.is_binary and is_scalar and len({*map(type, values)} - {_NONE}) <= 1
             natives.append(is_native)
             arrays.append(list(values) if is_native else list(map(codec.as_text, values)))

@@ -16,7 +16,7 @@ from exactly_once.errors import ConfigurationError
 from exactly_once.ledger.session import Connection
 
 from .changes import Row
-from .ddl import add_columns, can_be_column
+from .ddl import add_columns, can_be_column, unencodable
 from .decoding import Decoded, Decoder
 from .errors import BadRow, TableChanged, TableError, cut, place_of
 from .table import Table, read_table
@@ -133,6 +133,13 @@ class TableSink:
                     self._declined.update(self._to_add)
                     self._to_add = {}
                     raise TableChanged(f"{table} takes no more columns: {error}") from error
+                except psycopg.errors.UntranslatableCharacter as error:
+                    if not (odd := unencodable(error, self._to_add)):
+                        raise
+                    self._declined.update(odd)
+                    self._to_add = {name: kind for name, kind in self._to_add.items() if name not in odd}
+                    logger.warning("%s gets no column for %s: %s", table, ", ".join(map(cut, odd)), error)
+                    raise TableChanged(f"{table} cannot have a column of such a name: {error}") from error
                 logger.info("%s", statement.as_string(None), extra={"action": "ddl"})
         table = self.writer.table(connection)  # locked as it is from here on
         if table is not self._prepared_for:
@@ -220,7 +227,7 @@ class TableSink:
         places = set(map(place_of, decoded.origins))
         stored = [message for message in messages if place_of(message) in places]
         told: dict[str, str] = self.decoder.types(stored) if hasattr(self.decoder, "types") else {}
-        found = types_in(new, (message.value() for message in decoded.origins))
+        found = types_in({name: (name,) for name in new}, (message.value() for message in decoded.origins))
         found |= {name: kind for name, kind in {**told, **self._types}.items() if name in found}
         if found:
             self._to_add = found

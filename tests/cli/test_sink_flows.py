@@ -13,6 +13,7 @@ from uuid import uuid4
 
 import pytest
 
+from exactly_once.cli.options import Settings
 from exactly_once.cli.problems import UsageError
 from exactly_once.cli.sink import add_parser
 from exactly_once.cli.sink_flows import Flow, Run, Task, read_flows, read_run
@@ -37,7 +38,7 @@ def flows_of(text: str, *given: str) -> list[Flow]:
     [
         ('tabel = "t"', "unknown key tabel; did you mean table?"),
         ('naive_timestamp = "utc"', "did you mean naive_timestamps?"),
-        ("xyz = 1", "unknown key xyz; there are claim, "),
+        ("xyz = 1", "unknown key xyz; there are binary, claim, "),
         ('fields = "id"', "fields: Expected object | null, got str"),
         ("epoch = 5", "epoch: Expected object, got int"),
         ("epoch = { at = 5 }", "epoch[...]: Expected str, got int"),
@@ -102,7 +103,7 @@ def test_the_command_line_goes_before_the_file() -> None:
 def test_each_of_several_workers_has_a_name_of_its_own(protocol: str) -> None:
     kafka = {"bootstrap.servers": "a:1", "group.id": uuid4().hex, "group.protocol": protocol, "group.instance.id": "x"}
     for workers, expected in ((2, ["x-0", "x-1"]), (1, ["x", "x"])):
-        task = Task(flows=(), kafka=kafka, conninfo=None, schema="s", run=Run(workers=workers))
+        task = Task(flows=(), kafka=kafka, settings=Settings(schema="s"), run=Run(workers=workers))
         with _named(task) as one, _named(task) as other:
             assert [one["group.instance.id"], other["group.instance.id"]] == expected
 
@@ -110,7 +111,8 @@ def test_each_of_several_workers_has_a_name_of_its_own(protocol: str) -> None:
 def test_the_files_of_names_are_gone_with_their_workers(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """One stayed for each group and worker. A worker that finds one in the moment of its removal makes its own."""
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    task = Task(flows=(), kafka={"bootstrap.servers": "a:1", "group.id": "g"}, conninfo=None, schema="s", run=Run())
+    kafka = {"bootstrap.servers": "a:1", "group.id": "g"}
+    task = Task(flows=(), kafka=kafka, settings=Settings(schema="s"), run=Run())
 
     def remove_first(file: int, operation: int) -> None:
         monkeypatch.undo()

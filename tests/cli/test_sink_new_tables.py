@@ -16,6 +16,7 @@ import psycopg
 import pytest
 from confluent_kafka import Message, Producer
 
+from exactly_once.cli.options import Settings
 from exactly_once.cli.problems import CommandError
 from exactly_once.cli.sink_flows import Flow, Run, Task
 from exactly_once.cli.sink_tables import prepare
@@ -126,7 +127,8 @@ def test_a_table_that_another_worker_is_making_is_taken(
     topic = create_topic(bootstrap_servers, 1, name=name)
     send(bootstrap_servers, topic, [("0", {"id": 1})], 1)
     kafka = {"bootstrap.servers": bootstrap_servers, "group.id": name}
-    task = Task(flows=(), kafka=kafka, conninfo=conninfo, schema="exactly_once", run=Run(), creates_tables=True)
+    settings = Settings(schema="exactly_once", conninfo=conninfo)
+    task = Task(flows=(), kafka=kafka, settings=settings, run=Run(), creates_tables=True)
     made: list[Flow] = []
     with psycopg.connect(conninfo) as other:
         other.execute(f"CREATE TABLE {name} (id int)")

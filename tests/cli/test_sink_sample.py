@@ -11,6 +11,7 @@ from typing import Any
 import psycopg
 import pytest
 from confluent_kafka import Producer
+from psycopg.conninfo import make_conninfo
 
 from exactly_once.cli.sink_tables import SAMPLE
 from tests.cli.conftest import Command
@@ -108,6 +109,44 @@ def test_a_topic_that_makes_no_table_says_why(
     assert f"{source}[0] offset 0" in result.err or "envelope" in result.err
 
 
+def test_a_name_that_the_database_cannot_encode_is_told(
+    command: Command, bootstrap_servers: str, conninfo: str, source: str, db: Database
+) -> None:
+    send(bootstrap_servers, source, [("0", {"id": 1, "price_€": 2})], 3)
+    db.execute(f"CREATE DATABASE {source} TEMPLATE template0 ENCODING LATIN1 LOCALE 'C'")
+    try:
+        where = make_conninfo(conninfo, dbname=source, client_encoding="UTF8")
+        servers = ("--conninfo", where, "--bootstrap-servers", bootstrap_servers, "--group-id", source)
+        for more in ((), ("--dry-run",)):
+            result = command(*created(source), *more, *servers)
+            assert result.code == 1
+            assert f"{source}: no column of this database can have the name of 'price_€'" in result.err
+            assert "LATIN1" in result.err
+        assert command(*created(source), "--drop", "price_€", "--dry-run", *servers).code == 0
+    finally:
+        db.execute(f"DROP DATABASE {source}")
+
+
+def test_what_options_say_of_a_table_that_is_made_is_told_where_it_is_there_and_differs(
+    operate: Command, bootstrap_servers: str, source: str, db: Database
+) -> None:
+    send(bootstrap_servers, source, [("0", {"id": 1, "zip": 5, "n": 1.5})], 3)
+    db.execute(f"CREATE TABLE {source} (id serial PRIMARY KEY, zip varchar(9), n numeric(9,2), zips int[])")
+    same = ("--type", "id=serial", "--type", "zip=character varying(9)", "--type", "n=decimal(9, 2)")
+    result = operate(*created(source, "--key", "id", "--type", "zips=int4[]", *same))
+    assert (result.code, " is there, and " in result.err) == (0, False), result.err
+    differ = ("--type", "id=text", "--type", "zip=varchar(5)", "--type", "zips=int8[]", "--type", "other=int")
+    result = operate(*created(source, "--key", "zip", *differ))
+    assert result.code == 0, result.err
+    assert "is there, and has no unique index over zip: in mode append key is for a table that is made" in result.err
+    told = re.findall(r"its column (.*): types are for columns that are made", result.err)
+    assert told == [
+        "id is integer, not text",
+        "zip is character varying(9), not varchar(5)",
+        "zips is integer[], not int8[]",
+    ]
+
+
 def test_names_that_no_column_can_have_are_kept_in_the_rest(
     operate: Command, bootstrap_servers: str, source: str, db: Database
 ) -> None:
@@ -131,8 +170,8 @@ def test_half_of_a_surrogate_pair_in_a_name_makes_no_column_and_its_message_is_n
     send(bootstrap_servers, source, [("0", value) for value in values], 3)
     stopped = operate(*created(source))
     assert stopped.code == 1
-    assert "no column can have the name of '\\ud83d'" in stopped.err
-    assert f"{source}[0] offset 1: " in stopped.err
+    assert f"1 of 3 messages of the sample are no JSON objects; {source}[0] offset 1: " in stopped.err
+    assert stopped.err.count("\\ud83d is half of a character") == 2, "of the worker, too"
     assert operate(*created(source, "--on-poison", "dead-letter")).code == 0
     assert rows(db, source, "id") == [(1,), (3,)]
 

@@ -31,7 +31,7 @@ MESSAGES = 12
 @pytest.mark.usefixtures("own_servers")
 def test_a_few_seconds_of_faults_lose_and_double_nothing() -> None:
     seed = first_seed()
-    command = [sys.executable, "-m", "exactly_once.cli", "soak", "--minutes", "0.15", "--seed", str(seed), "--json"]
+    command = [sys.executable, "-m", "exactly_once", "soak", "--minutes", "0.15", "--seed", str(seed), "--json"]
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=850)
     print(done.stderr)
     found = json.loads(done.stdout)
@@ -47,7 +47,7 @@ def test_a_few_seconds_of_faults_lose_and_double_nothing() -> None:
 @pytest.mark.slow
 @pytest.mark.usefixtures("own_servers")
 def test_a_soak_that_is_interrupted_ends_with_what_it_counted() -> None:
-    command = [sys.executable, "-m", "exactly_once.cli", "soak", "--minutes", "10", "--seed", "7", "--json"]
+    command = [sys.executable, "-m", "exactly_once", "soak", "--minutes", "10", "--seed", "7", "--json"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as soak:
         assert soak.stderr is not None
         assert any(re.search(r"\b[1-9][\d,]* messages, ", line) for line in soak.stderr)  # a look that has seen some

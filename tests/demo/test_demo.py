@@ -187,7 +187,7 @@ def test_servers_stay_with_keep_for_what_the_readme_shows_then(tmp_path: Path) -
 
 
 def _exactly_once(where: dict[str, str], *words: str) -> str:
-    command = [sys.executable, "-m", "exactly_once.cli", *words]
+    command = [sys.executable, "-m", "exactly_once", *words]
     done = subprocess.run(command, env=os.environ | where, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     return done.stdout
@@ -200,7 +200,7 @@ def _sinks_of_the_readme() -> list[list[str]]:
 
 
 def _command(*options: str) -> list[str]:
-    return [sys.executable, "-m", "exactly_once.cli", "demo", *options]
+    return [sys.executable, "-m", "exactly_once", "demo", *options]
 
 
 def _with_mark(mark: str) -> list[psutil.Process]:

@@ -622,8 +622,8 @@ WRITING = (
         (
             "key-wrapped",
             "a part of a key with a schema is not found",
-            'if fields.keys() <= {"schema", "payload"} and "payload" in fields:',
-            "if False:",
+            "    if not found.payload:\n        return None, text\n",
+            "    return None, text\n",
         ),
     ),
     *each(
@@ -632,8 +632,28 @@ WRITING = (
         (
             "key-schema",
             "a part of a key is not what its schema says: the base64 of a number is another number",
-            'if columns is not None and schema.startswith(b"{"):',
+            "if columns is not None and schema is not None:",
             "if False:",
+        ),
+    ),
+    *each(
+        "exactly_once/writer/logical.py",
+        (f"{ENVELOPES}::test_text_for_bytes_is_refused_where_it_may_be_hexadecimal_or_base64",),
+        (
+            "hex-base64",
+            "hexadecimal is taken for base64 where it happens to be that, too",
+            '            raise BadRow(f"{what}: {how}", column=column.name)\n',
+            "            pass\n",
+        ),
+    ),
+    *each(
+        "exactly_once/writer/plan.py",
+        ("tests/writer/test_upsert.py::test_zones_of_16_hours_and_more_are_stored_in_each_way",),
+        (
+            "far-zone",
+            "the driver writes the zones of moments as text",
+            ' and name_of(column.type_oid) != "timestamptz"',
+            "",
         ),
     ),
     *each(
@@ -658,8 +678,8 @@ WRITING = (
         (
             "part-plain",
             "options of a column do not hold for a part of a key",
-            "json_values.part_of(find, column, reading or json_values.Reading())",
-            "json_values.part_of(find, column, json_values.Reading())",
+            "            read = json_values.checked(column, known)\n",
+            "            read = json_values.checked(column, json_values.Reading())\n",
         ),
     ),
     *each(

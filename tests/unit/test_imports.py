@@ -32,7 +32,8 @@ EXCEPT = {
     ("writer.sink", "consumer.unit"),  # the type of an argument
     ("publish.delivery", "publish.topic"),  # the same
     ("publish.topic", "publish.publisher"),
-    ("soak.worker", "cli.sink_flows"),  # the command's own worker is one of the processes of a soak
+    ("soak.worker", "cli.options"),  # the command's own worker is one of the processes of a soak
+    ("soak.worker", "cli.sink_flows"),
     ("soak.worker", "cli.sink_worker"),
 }
 

@@ -51,7 +51,7 @@ def sink(table: str, envelope: EnvelopeName, mode: Any = "upsert", **options: An
     missing = options.pop("missing", "null")
     own = {name: options.pop(name) for name in ("on_truncate",) if name in options}
     decoder = JsonDecoder(missing="null" if missing == "null" else "apart", **options)
-    own |= {name: options[name] for name in ("decimal", "lax") if name in options}
+    own |= {name: options[name] for name in ("decimal", "binary", "lax") if name in options}
     form = format_of(envelope, missing=missing, on_tombstone=options.get("on_tombstone"), **own)
     return TableSink(table, decoder=FormatDecoder(decoder, form), mode=mode, missing=missing)
 
@@ -232,6 +232,7 @@ PLACEHOLDERS = [
     # column, value of before, what stands for it, and the field's schema
     ("text", "a", UNAVAILABLE, None),
     ("bytea", "AQI=", base64.b64encode(UNAVAILABLE.encode()).decode(), None),
+    ("bytea", "AQI=", UNAVAILABLE.encode().hex(), None),  # with binary.handling.mode=hex
     ("text[]", ["a"], [UNAVAILABLE], None),
     ("jsonb", '{"a": 1}', UNAVAILABLE, field("v", "string", f"{DEBEZIUM}data.Json")),
     ("jsonb", {"a": 1}, {UNAVAILABLE: UNAVAILABLE}, None),
@@ -570,6 +571,72 @@ def test_a_text_that_may_be_a_number_or_its_base64_is_refused_where_no_schema_te
     told = {"schema": {"type": "struct", "fields": parts}, "payload": change("u", None, {"id": 1, "v": text})}
     write(db, sink(name, "debezium"), [messages(({"id": 1}, told))])
     assert rows(db, name) == [(1, Decimal(text))]
+
+
+def with_value(envelope: EnvelopeName, kind: dict[str, Any] | None, value: Any) -> Any:
+    """Wrap a row of the fields ``id`` and ``v``, with a schema that has this for ``v``, or without one."""
+    row, fields = {"id": 1, "v": value}, [field("id", "int32"), *([kind] if kind else [])]
+    payload = change("c", None, row) if envelope == "debezium" else row
+    struct: dict[str, Any] = {"type": "struct", "fields": fields}
+    if envelope == "debezium":
+        struct = {"type": "struct", "fields": [{**struct, "field": "before"}, {**struct, "field": "after"}]}
+    return {"schema": struct, "payload": payload} if kind else payload
+
+
+HEX = "00ff10ab"
+SAID = r'column v: "00ff10ab" is hexadecimal or the base64 of other bytes, .*say binary = { v = "hex" }, or "base64"'
+
+
+@pytest.mark.parametrize("has_schema", [True, False])
+@pytest.mark.parametrize("envelope", ["debezium", "connect"])
+def test_text_for_bytes_is_refused_where_it_may_be_hexadecimal_or_base64(
+    envelope: EnvelopeName, has_schema: Any, table: str, db: Database
+) -> None:
+    """As with ``binary.handling.mode=hex`` and ``base64``, of both of which a schema says but that they are text."""
+    if envelope == "connect" and not has_schema:
+        return  # plain JSON, which has base64
+    db.execute(f"ALTER TABLE {table} ADD v bytea")
+    sent = messages((None, with_value(envelope, field("v", "string") if has_schema else None, HEX)))
+    with pytest.raises(BadRow, match=rf"t\[0\] offset 0: {SAID}"), db.transaction():
+        sink(table, envelope).write(db, sent)
+    for form, meant in (("hex", bytes.fromhex(HEX)), ("base64", base64.b64decode(HEX))):
+        write(db, sink(table, envelope, binary={"v": form}), [sent])
+        assert db.execute(f"SELECT v FROM {table}").fetchall() == [(meant,)]
+    # What can be but one of both, and what a schema says to be bytes.
+    for kind, value in (("string", "AQI="), ("bytes", HEX)) if has_schema else ():
+        write(db, sink(table, envelope), [messages((None, with_value(envelope, field("v", kind), value)))])
+        assert db.execute(f"SELECT v FROM {table}").fetchall() == [(base64.b64decode(value),)]
+
+
+def test_hexadecimal_for_bytes_is_refused_in_keys_and_lists_too(db: Database, name: str) -> None:
+    db.execute(f"CREATE TABLE {name} (v bytea PRIMARY KEY); CREATE TABLE {name}_list (v bytea[])")
+    text = field("v", "string")
+    key = {"schema": {"type": "struct", "fields": [text]}, "payload": {"v": HEX}}
+    many = {"schema": {"type": "struct", "fields": [field("v", "array", items=text)]}, "payload": {"v": [None, HEX]}}
+    cases: list[tuple[TableSink, Any, Any]] = [
+        (sink(name, "connect"), key, None),
+        (sink(name, "connect"), {"schema": text, "payload": HEX}, None),
+        (sink(name, "connect", "append", metadata={"v": "key:v"}), key, connect({"x": 1})),
+        (sink(f"{name}_list", "connect", "append"), None, many),
+    ]
+    for to, sent_key, value in cases:
+        with pytest.raises(BadRow, match=r"00ff10ab. is hexadecimal or the base64 of other bytes"), db.transaction():
+            to.write(db, messages((sent_key, value)))
+    db.execute(f"INSERT INTO {name} VALUES ('\\x{HEX}')")
+    write(db, sink(name, "connect", binary={"v": "hex"}), [messages((key, None))])
+    assert rows(db, name) == []
+
+
+def test_what_is_no_base64_and_hexadecimal_says_which_option_takes_it(table: str, db: Database) -> None:
+    db.execute(f"ALTER TABLE {table} ADD v bytea")
+    sent = messages((None, with_value("connect", field("v", "string"), "ff")))
+    with pytest.raises(BadRow, match=r'binary = \{ v = "hex" \} takes hexadecimal'), db.transaction():
+        sink(table, "connect").write(db, sent)
+    odd = messages((None, with_value("connect", field("v", "string"), "AQI=")))
+    with pytest.raises(BadRow, match=r"column v: .* is no hex: "), db.transaction():
+        sink(table, "connect", binary={"v": "hex"}).write(db, odd)
+    with pytest.raises(ConfigurationError, match="the forms are base64, hex, not base32"):
+        JsonDecoder(binary={"v": "base32"})  # type: ignore[dict-item]
 
 
 @pytest.mark.parametrize(

@@ -84,6 +84,36 @@ def test_what_the_schema_of_a_message_says_goes_before_its_value(db: Database, n
     assert db.execute(f"SELECT id, day::text, n FROM {name}").fetchall() == [(1, "1970-01-02", 2)]
 
 
+NESTED = field(
+    "a",
+    "struct",
+    fields=[
+        field("day", "int32", f"{CONNECT}Date"),
+        field("raw", "bytes"),
+        field("n", "int16"),
+        field("gone", "int16"),
+        field("deep", "struct", fields=[field("at", "int64", f"{CONNECT}Timestamp")]),
+        field("free", "map", keys={"type": "string"}, values={"type": "int32"}),
+    ],
+)
+
+
+def test_what_the_schema_says_of_fields_in_objects_goes_before_their_values_when_they_are_flattened(
+    db: Database, name: str
+) -> None:
+    db.execute(f"CREATE TABLE {name} (id int)")
+    value = {"day": 1, "raw": "AQI=", "n": 2, "gone": 3, "deep": {"at": 5}, "free": {"x": 7}}
+    sent = {
+        "schema": {"type": "struct", "fields": [field("id", "int32"), NESTED]},
+        "payload": {"id": 1, "a": value},
+    }
+    write(db, sink(name, format="connect", flatten=True, drop=("a.gone",)), message(sent))
+    told = {"a_day": "date", "a_raw": "bytea", "a_n": "smallint", "a_free_x": "bigint"}
+    assert types(db, name) == {"id": "integer", **told, "a_deep_at": "timestamp without time zone"}
+    found = db.execute(f"SELECT a_day::text, a_raw, a_n, a_deep_at::text, a_free_x FROM {name}").fetchall()
+    assert found == [("1970-01-02", b"\1\2", 2, "1970-01-01 00:00:00.005", 7)]
+
+
 IN_CONNECT = json.dumps(
     {
         "schema": {"type": "struct", "fields": [field("id", "int32"), field("v", "int16")]},
@@ -187,6 +217,26 @@ def test_what_can_be_no_column_is_told_once(db: Database, name: str, caplog: pyt
     assert types(db, name) == {"id": "integer", "made": "integer"}
     assert caplog.text.count("no column can have such a name") == 1
     assert to.unused_fields == {"ctid": 3, "made": 3, 'q"': 3}
+
+
+def test_a_name_that_the_database_cannot_encode_gets_no_column(
+    db: Database, conninfo: str, name: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    db.execute(f"CREATE DATABASE {name} TEMPLATE template0 ENCODING LATIN1 LOCALE 'C'")
+    try:
+        with psycopg.connect(conninfo, dbname=name, client_encoding="UTF8", autocommit=True) as latin:
+            latin.execute("CREATE TABLE t (id int)")
+            to = sink("t")
+            for _ in range(2):  # the columns are asked for, and one of them cannot be
+                with pytest.raises(TableChanged), latin.transaction():
+                    to.write(latin, [message({"id": 1, "price_€": 2, "ä": 3})])
+            with latin.transaction():
+                to.write(latin, [message({"id": 1, "price_€": 2, "ä": 3})])
+            assert types(latin, "t") == {"id": "integer", "ä": "bigint"}
+            assert to.unused_fields == {"price_€": 1}
+            assert "t gets no column for 'price_€'" in caplog.text.replace('"', "")
+    finally:
+        db.execute(f"DROP DATABASE {name}")
 
 
 def test_who_does_not_own_the_table_is_told(db: Database, name: str) -> None:

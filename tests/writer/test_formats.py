@@ -19,22 +19,9 @@ from exactly_once.errors import ConfigurationError
 from exactly_once.writer import BadRow, Column, Table, TableSink
 from exactly_once.writer.formats import FormatDecoder, format_of
 from exactly_once.writer.from_json import JsonDecoder
+from tests.writer.test_shaping import message, rows, write
 
 Database = psycopg.Connection[Any]
-
-
-def message(value: Any, *, key: bytes | None = None, headers: Any = None, offset: int = 7) -> Message:
-    return Message(topic="t", partition=0, offset=offset, key=key, value=value, headers=headers, timestamp=(1, 5))
-
-
-def write(db: Database, table: str, flow: dict[str, Any], *messages: Message) -> None:
-    sink = Flow(topics=("t",), table=table, **flow).sink()
-    with db.transaction():
-        sink.write(db, messages)
-
-
-def rows(db: Database, table: str, what: str = "*") -> list[tuple[Any, ...]]:
-    return db.execute(f"SELECT {what} FROM {table} t ORDER BY 1").fetchall()
 
 
 def refused(db: Database, table: str, flow: dict[str, Any], one: Message, said: str) -> None:
@@ -157,7 +144,7 @@ def test_bytes_of_messagepack_in_a_column_of_text_are_text(db: Database, name: s
     refused(db, name, {"format": "msgpack"}, message(msgspec.msgpack.encode({"name": b"\xff"})), "column name: .*utf-8")
     write(db, name, {"format": "msgpack"}, message(msgspec.msgpack.encode(sent)))
     assert rows(db, name) == [("ä", ["abc", None, "x"], [b"\0"])]
-    assert format_of("msgpack").types(message(msgspec.msgpack.encode(sent))) == {"name": "bytea"}
+    assert format_of("msgpack").types(message(msgspec.msgpack.encode(sent))) == {("name",): "bytea"}
 
 
 EXTENSION = msgspec.msgpack.Ext(5, b"\0\xff")
@@ -168,9 +155,7 @@ def test_extensions_of_messagepack_are_json_and_hold_up_nothing_where_no_column_
 ) -> None:
     db.execute(f"CREATE TABLE {name} (id int, doc jsonb, list jsonb)")
     value = {"id": 1, "doc": EXTENSION, "list": [EXTENSION], "other": EXTENSION}
-    sink = Flow(topics=("t",), table=name, format="msgpack").sink()
-    with db.transaction():
-        sink.write(db, [message(msgspec.msgpack.encode(value))])
+    sink = write(db, name, {"format": "msgpack"}, message(msgspec.msgpack.encode(value)))
     shown = {"extension": 5, "data": "AP8="}
     assert rows(db, name) == [(1, shown, [shown])]
     assert sink.unused_fields == {"other": 1}

@@ -18,22 +18,12 @@ from exactly_once.writer import MISSING, BadRow, TableError, TableSink, TableWri
 from exactly_once.writer.from_json import JsonDecoder
 from exactly_once.writer.statements import Mode
 from tests.writer.conftest import Connection, MakeTable, rows_of
-
-
-def messages(*values: Any, key: bytes | None = None) -> list[Message]:
-    encoded = [v if isinstance(v, (bytes, type(None))) else json.dumps(v).encode() for v in values]
-    return [Message(topic="t", partition=1, offset=i, key=key, value=v) for i, v in enumerate(encoded)]
+from tests.writer.test_from_json import messages
 
 
 def stored(work: Connection, table: str, *values: Any, decoder: JsonDecoder | None = None, **options: Any) -> list[Any]:
     TableSink(table, decoder=decoder or JsonDecoder(), **options).write(work, messages(*values))
     return rows_of(work, table)
-
-
-@pytest.fixture
-def altering(postgres_conninfo: str) -> Any:
-    with psycopg.connect(postgres_conninfo, autocommit=True) as connection:
-        yield connection.execute
 
 
 # Fields and columns that do not meet.
@@ -313,32 +303,6 @@ def test_a_key_that_is_no_text_is_refused_by_name(work: Connection, make_table: 
         sink.write(work, messages(None, key=b"\0\0\0\0\1\x02a"))
 
 
-KEYS: list[tuple[str, list[Any]]] = [
-    ("numeric", [Decimal("NaN"), Decimal("NaN")]),
-    ("numeric", [Decimal("1.0"), Decimal("1.00")]),
-    ("char(4)", ["a", "a  "]),
-    ("double precision", [0.0, -0.0]),
-    ("interval", ["24 hours", "1 day"]),
-    ("inet", ["::1", "0:0::1"]),
-    ("jsonb", ['{"a":1,"b":2}', '{"b":2,"a":1}']),
-    ("date[]", [["2026-01-01"], "{20260101}"]),
-    ("date", ["infinity", "infinity"]),
-]
-
-
-@pytest.mark.parametrize("small_batch", [0, 500], ids=["stage", "arrays"])
-@pytest.mark.parametrize(("kind", "equal"), KEYS, ids=[f"{kind}-{equal[1]!s:.10}" for kind, equal in KEYS])
-def test_keys_are_one_where_postgres_finds_them_equal(
-    kind: str, equal: list[Any], small_batch: int, work: Connection, make_table: MakeTable
-) -> None:
-    table = make_table(f"(k {kind} PRIMARY KEY, v int)")
-    writer = TableWriter(table, mode="upsert", small_batch=small_batch)
-    writer.write(work, [(equal[0], 1), (equal[1], 2)])
-    assert rows_of(work, table, "v") == [(2,)]
-    writer.write(work, [(equal[0], 3), Tombstone((equal[1],))])
-    assert rows_of(work, table, "v") == []
-
-
 def test_many_keys_that_only_postgres_compares_take_few_statements(
     work: Connection, make_table: MakeTable, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -526,14 +490,14 @@ def test_options_for_columns_of_another_kind_are_refused(work: Connection, make_
     ],
 )
 def test_a_table_that_was_altered_is_seen_before_the_batch_in_every_mode(
-    mode: Any, change: tuple[str, str, Any, Any], work: Connection, make_table: MakeTable, altering: Any
+    mode: Any, change: tuple[str, str, Any, Any], work: Connection, make_table: MakeTable, db: Connection
 ) -> None:
     before, after, value, expected = change
     table = make_table(f"(id int PRIMARY KEY, v {before})")
     sink = TableSink(table, decoder=JsonDecoder(), mode=mode, key=["id"] if mode != "append" else None)
     sink.write(work, messages({"id": 1}))
     work.commit()
-    altering(f"ALTER TABLE {table} ALTER v TYPE {after} USING NULL, ADD COLUMN late text")
+    db.execute(f"ALTER TABLE {table} ALTER v TYPE {after} USING NULL, ADD COLUMN late text")
     if expected is BadRow:
         with pytest.raises(BadRow):
             sink.write(work, messages({"id": 2, "v": value}))
@@ -544,15 +508,14 @@ def test_a_table_that_was_altered_is_seen_before_the_batch_in_every_mode(
 
 
 def test_an_attribute_that_was_added_to_a_type_is_found_by_the_next_attempt(
-    work: Connection, make_table: MakeTable, altering: Any
+    work: Connection, make_table: MakeTable, db: Connection
 ) -> None:
-    altering("DROP TYPE IF EXISTS spot CASCADE")
-    altering("CREATE TYPE spot AS (x int)")
+    db.execute("DROP TYPE IF EXISTS spot CASCADE; CREATE TYPE spot AS (x int)")
     table = make_table("(id int, v spot)")
     sink = TableSink(table, decoder=JsonDecoder())
     sink.write(work, messages({"id": 1, "v": {"x": 1}}))
     work.commit()
-    altering("ALTER TYPE spot ADD ATTRIBUTE y int")
+    db.execute("ALTER TYPE spot ADD ATTRIBUTE y int")
     with pytest.raises(BadRow):
         sink.write(work, messages({"id": 2, "v": {"x": 1, "y": 2}}))
     work.rollback()

@@ -35,6 +35,7 @@ from exactly_once.writer.registry import Registry
 from tests.cli.test_sink_claim import Claimed
 from tests.support.require import lacking, skip_unless
 from tests.writer.test_envelopes import change
+from tests.writer.test_shaping import message, rows
 
 Database = psycopg.Connection[Any]
 
@@ -125,18 +126,10 @@ def framed(number: int, data: bytes) -> bytes:
     return struct.pack(">bI", 0, number) + data
 
 
-def message(value: Any, key: Any = None, offset: int = 7) -> Message:
-    return Message(topic="t", partition=0, offset=offset, key=key, value=value, timestamp=(1, 5))
-
-
 def write(db: Database, table: str, registry: StandIn, *messages: Message, **flow: Any) -> None:
     sink = Flow(topics=("t",), table=table, schema_registry=registry.url, **flow).sink()
     with db.transaction():
         sink.write(db, messages)
-
-
-def rows(db: Database, table: str, what: str = "*") -> list[tuple[Any, ...]]:
-    return db.execute(f"SELECT {what} FROM {table} t ORDER BY 1").fetchall()
 
 
 def record(called: str, /, **fields: Any) -> dict[str, Any]:
@@ -347,7 +340,7 @@ def test_a_key_in_the_wire_format_is_claimed(registry: StandIn, db: Database, na
     schema = record("V", id="int")
     number = registry.add(json.dumps(schema))
     pairs = [(avro(number, schema, {"id": i}), avro(number, schema, {"id": i // 2})) for i in range(4)]
-    sent = [message(value, key, offset) for offset, (value, key) in enumerate(pairs)]
+    sent = [message(value, key, offset=offset) for offset, (value, key) in enumerate(pairs)]
     sink = Flow(topics=("t",), table=name, schema_registry=registry.url, claim="key:id").sink()
     claimed = Claimed()
     with db.transaction():

@@ -20,7 +20,7 @@ from tests.writer.test_envelopes import field
 Database = psycopg.Connection[Any]
 
 
-def message(value: Any, *, key: Any = None, headers: Any = None, offset: int = 7) -> Message:
+def message(value: Any, key: Any = None, *, headers: Any = None, offset: int = 7) -> Message:
     sent = value if value is None or isinstance(value, bytes) else json.dumps(value).encode()
     key = key if key is None or isinstance(key, bytes) else json.dumps(key).encode()
     return Message(topic="t", partition=0, offset=offset, key=key, value=sent, headers=headers, timestamp=(1, 5))

@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Iterator, Sequence
 from datetime import datetime
@@ -270,6 +271,10 @@ def test_a_key_without_a_value_is_refused(change: Any, work: Connection, make_ta
         ("interval", "1 day", "24 hours"),
         ("interval(0)", "1.3 seconds", "1.4 seconds"),
         ("inet", "10.0.0.1", "10.0.0.1/32"),
+        ("inet", "::1", "0:0::1"),
+        ("date", "infinity", "infinity"),
+        ("date[]", ["2026-01-01"], "{20260101}"),
+        ("jsonb", '{"a":1,"b":2}', '{"b":2,"a":1}'),
         ("timestamptz", "2026-01-01T00:00:00Z", "2026-01-01T01:00:00+01:00"),
         # No clock shows the first one: an hour is left out.
         ("timestamptz", datetime(2026, 3, 29, 2, 30, tzinfo=BERLIN), datetime(2026, 3, 29, 3, 30, tzinfo=BERLIN)),
@@ -765,6 +770,29 @@ def test_a_table_that_is_gone_stops_the_worker(db: Connection, work: Connection,
 # Other writers.
 
 
+@contextlib.contextmanager
+def upserting(
+    changes: Sequence[Any], table: str, conninfo: str, work: Connection, db: Connection, **options: Any
+) -> Iterator[TableWriter]:
+    """Write from a thread, which waits for a lock of ``work`` when the block begins, and gets it behind the block."""
+    writer = TableWriter(table, mode="upsert", **options)
+
+    def write() -> None:
+        with psycopg.connect(conninfo, application_name=table) as connection:
+            writer.write(connection, changes)
+
+    thread = threading.Thread(target=write)
+    thread.start()
+    waiting = f"SELECT 1 FROM pg_stat_activity WHERE application_name = '{table}' AND wait_event_type = 'Lock'"
+    try:
+        until(lambda: db.execute(waiting).fetchone(), 20, "the writer to wait for a row")
+        yield writer
+    finally:
+        work.commit()
+        thread.join(60)
+    assert not thread.is_alive()
+
+
 @pytest.mark.parametrize("changes", [[(9, 1), (1, 1)], [Tombstone((9,)), Tombstone((1,))]], ids=["rows", "tombstones"])
 def test_rows_are_locked_in_the_order_of_the_key(
     changes: Any, small_batch: int, postgres_conninfo: str, work: Connection, make_table: MakeTable, db: Connection
@@ -773,20 +801,8 @@ def test_rows_are_locked_in_the_order_of_the_key(
     table = make_table("(id int PRIMARY KEY, v int)")
     db.execute(f"INSERT INTO {table} VALUES (9, 0), (1, 0)")
     work.execute(f"SELECT 1 FROM {table} WHERE id = 1 FOR UPDATE")
-
-    def write() -> None:
-        with psycopg.connect(postgres_conninfo, application_name=table) as connection:
-            TableWriter(table, mode="upsert", small_batch=small_batch).write(connection, changes)
-
-    thread = threading.Thread(target=write)
-    thread.start()
-    waiting = f"SELECT 1 FROM pg_stat_activity WHERE application_name = '{table}' AND wait_event_type = 'Lock'"
-    try:
-        until(lambda: db.execute(waiting).fetchone(), 20, "the writer to wait for the row of the lowest key")
+    with upserting(changes, table, postgres_conninfo, work, db, small_batch=small_batch):
         assert db.execute(f"SELECT 1 FROM {table} WHERE id = 9 FOR UPDATE NOWAIT").fetchone() == (1,)
-    finally:
-        work.commit()
-        thread.join(60)
 
 
 @pytest.mark.parametrize("rounds", [20])
@@ -821,20 +837,8 @@ def test_a_row_that_another_writer_is_inserting_is_waited_for_and_updated(
 ) -> None:
     table = make_table("(id int PRIMARY KEY, v text)")
     work.execute(f"INSERT INTO {table} VALUES (1, 'other')")
-    done = threading.Event()
-
-    def upsert() -> None:
-        with psycopg.connect(postgres_conninfo, application_name=table) as connection:
-            TableWriter(table, mode="upsert", small_batch=small_batch).write(connection, [(1, "ours")])
-        done.set()
-
-    thread = threading.Thread(target=upsert)
-    thread.start()
-    waiting = f"SELECT 1 FROM pg_stat_activity WHERE application_name = '{table}' AND wait_event_type = 'Lock'"
-    until(lambda: db.execute(waiting).fetchone(), 20, "the upsert to wait for the other writer")
-    work.commit()
-    thread.join(60)
-    assert done.is_set()
+    with upserting([(1, "ours")], table, postgres_conninfo, work, db, small_batch=small_batch):
+        pass
     assert rows_of(work, table) == [(1, "ours")]
 
 
@@ -847,19 +851,8 @@ def test_a_row_that_another_writer_is_updating_is_waited_for_and_deleted(
         db.execute(f"CREATE TABLE {table}_0 PARTITION OF {table} FOR VALUES WITH (MODULUS 1, REMAINDER 0)")
     db.execute(f"INSERT INTO {table} VALUES (1, 'here'), (2, 'here')")
     work.execute(f"UPDATE {table} SET v = 'other' WHERE id = 1")
-    missed: list[int] = []
-
-    def delete() -> None:
-        with psycopg.connect(postgres_conninfo, application_name=table) as connection:
-            writer = TableWriter(table, mode="upsert")
-            writer.write(connection, [Tombstone((1,)), Tombstone((2,)), Tombstone((3,))])
-        missed.append(writer.missed_deletes)
-
-    thread = threading.Thread(target=delete)
-    thread.start()
-    waiting = f"SELECT 1 FROM pg_stat_activity WHERE application_name = '{table}' AND wait_event_type = 'Lock'"
-    until(lambda: db.execute(waiting).fetchone(), 20, "the tombstone to wait for the other writer")
-    work.commit()
-    thread.join(60)
-    assert missed == [1]
+    deletes = [Tombstone((key,)) for key in (1, 2, 3)]
+    with upserting(deletes, table, postgres_conninfo, work, db) as writer:
+        pass
+    assert writer.missed_deletes == 1
     assert rows_of(work, table) == []

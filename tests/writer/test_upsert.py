@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from datetime import date, datetime
+from datetime import date, datetime, timedelta, timezone
 from itertools import pairwise
 from typing import Any
 from zoneinfo import ZoneInfo
@@ -161,6 +161,21 @@ def test_the_hour_that_comes_twice_in_a_time_zone_is_two(size: int, work: Connec
             writer.write(work, rows[start : start + size])
     assert work.execute("SELECT v FROM hours ORDER BY at").fetchall() == [(1,), (2,)]
     assert work.execute("SELECT v FROM newest").fetchall() == [(2,)]
+
+
+@pytest.mark.parametrize("other", ["2026-01-01T00:00:00Z", "infinity"])
+@pytest.mark.parametrize("way", [{"mode": "append"}, {"mode": "upsert"}, {"mode": "upsert", "small_batch": 0}])
+def test_zones_of_16_hours_and_more_are_stored_in_each_way(way: Any, other: str, work: Connection) -> None:
+    """Python has them, and the text that Postgres reads has not; a value such as infinity has others go as text."""
+    work.execute("SET LOCAL TimeZone = 'UTC'")
+    work.execute("CREATE TEMP TABLE far (id int PRIMARY KEY, at timestamptz, all_at timestamptz[]) ON COMMIT DROP")
+    far = datetime(2026, 1, 2, 12, tzinfo=timezone(timedelta(hours=-16, minutes=-30)))
+    last = datetime(9999, 12, 31, 23, 59, 59, tzinfo=timezone(timedelta(hours=23)))
+    writer = TableWriter("far", **way)
+    writer.write(work, [(1, far, [far]), (2, other, [other]), (3, last, None)])
+    found = work.execute("SELECT at::text, all_at::text FROM far WHERE id <> 2 ORDER BY id").fetchall()
+    stored = "2026-01-03 04:30:00+00"
+    assert found == [(stored, f'{{"{stored}"}}'), ("9999-12-31 00:59:59+00", None)]
 
 
 @pytest.mark.parametrize(

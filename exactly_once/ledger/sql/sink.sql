@@ -11,6 +11,10 @@ WHERE a.attrelid = to_regclass(%(name)s) AND a.attnum > 0 AND NOT a.attisdropped
 -- Mark that column, so that later runs fill it, too.
 COMMENT ON COLUMN {column} IS {comment}
 
+-- name: name_types
+-- Have the server say what two names of types are, such as int4 and integer.
+SELECT NULL::{one}, NULL::{other}
+
 -- name: is_unwritten
 -- Tell whether nothing was ever stored in a table, which needs no right to read it; of a foreign one nobody knows.
 -- Rows may be in its partitions, or in tables that inherit from it.
