@@ -82,7 +82,8 @@ _wrapped, _whole = msgspec.json.Decoder(_Wrapped).decode, msgspec.json.Decoder(R
 
 def opened(text: bytes | None) -> tuple[Schema | None, bytes | None]:
     """Split schema and payload; a text without them is the payload. None for no payload."""
-    if text is None or not text.lstrip().startswith(b"{"):
+    # The name is looked for first: a message without a schema is not to be parsed twice.
+    if text is None or not text.lstrip().startswith(b"{") or b'"payload"' not in text:
         return None, text
     try:
         found = _wrapped(text)
