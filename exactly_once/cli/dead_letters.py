@@ -113,9 +113,9 @@ def run(args: argparse.Namespace) -> int:
                 f"there is no such dead letter: {', '.join(map(str, sorted(missing)))}; "
                 f"`{listed}` shows all, also those replayed or dropped"
             )
-        settled = [f"{letter.id} was {letter.status}" for letter in found if letter.status != "dead"]
-        if settled and args.action in ("replay", "drop"):
-            raise CommandError(f"nothing was changed, for some are dead no more: {', '.join(settled)}; leave them out")
+        no_more = [f"{letter.id} was {letter.status}" for letter in found if letter.status != "dead"]
+        if no_more and args.action in ("replay", "drop"):
+            raise CommandError(f"nothing was changed, for some are dead no more: {', '.join(no_more)}; leave them out")
         groups = sorted({letter.group_id for letter in found})
         if handler is not None and len(groups) > 1 and not args.ids:
             raise UsageError(
