@@ -104,7 +104,7 @@ def run(args: argparse.Namespace) -> int:
             topic=args.topic,
             partition=args.partition,
             ids=args.ids or None,
-            status=None if getattr(args, "all", False) or args.action == "show" else "dead",
+            status=None if args.ids or getattr(args, "all", False) else "dead",
             limit=None if limit is None or args.ids else limit + 1,  # one more tells whether these are all
         )
         if missing := set(args.ids) - {letter.id for letter in found}:
@@ -113,6 +113,9 @@ def run(args: argparse.Namespace) -> int:
                 f"there is no such dead letter: {', '.join(map(str, sorted(missing)))}; "
                 f"`{listed}` shows all, also those replayed or dropped"
             )
+        no_more = [f"{letter.id} was {letter.status}" for letter in found if letter.status != "dead"]
+        if no_more and args.action in ("replay", "drop"):
+            raise CommandError(f"nothing was changed, for some are dead no more: {', '.join(no_more)}; leave them out")
         groups = sorted({letter.group_id for letter in found})
         if handler is not None and len(groups) > 1 and not args.ids:
             raise UsageError(

@@ -324,14 +324,14 @@ def show(plan: Plan, args: argparse.Namespace, more: Sequence[str] = ()) -> None
     verb, other, drop = "would come", "would be left out", "would be dropped"
     if args.execute:
         verb, other, drop = "come", "are left out", "are dropped"
+    # As after a failover that lost the rows: effects may be there, or may have gone with them.
+    blank = [m for m in plan.moves if m.old_offset is None and (m.log is None or m.log.start < m.log.end)]
     effects = [f"{again} {verb} again, their effects a second time"] if again else []
-    effects += [f"{left_out} {other}, without effects"] if left_out else []
+    effects += [f"{left_out} {other}" + ("" if blank else ", without effects")] if left_out else []
     effects += [f"{gone} that the log has lost {other}, too"] if gone else []
     effect = "no message comes again, none is left out"
     if effects:
         effect = f"messages: {'; '.join(effects)} (counted in offsets, so gaps of compaction and transactions count)"
-    # As after a failover that lost the rows: effects may be there, or may have gone with them.
-    blank = [m for m in plan.moves if m.old_offset is None and (m.log is None or m.log.start < m.log.end)]
     notes = [effect] if is_one_log and (effects or not blank) else []
     if blank:
         notes.append(f"partitions without an offset: {len(blank)}; which of their messages took effect is not known")
@@ -414,8 +414,8 @@ def _committed(cluster: CommandCluster, group_id: str, topic: str, found: Topic)
     committed = {partition: c.offset for partition, c in held.items() if not c.is_mirrored}
     if not committed:
         raise CommandError(
-            f"Kafka holds no offset of group {group_id!r} for {topic!r} that another consumer has committed: the "
-            "ledger is where it should be"
+            f"Kafka holds no offset of group {group_id!r} for {topic!r} that another consumer has committed: "
+            "choose another --to-..., or leave the ledger as it is"
         )
     return committed
 

@@ -8,7 +8,7 @@ import math
 import sys
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from itertools import groupby
 from typing import Any
 
@@ -41,6 +41,12 @@ _QUERY_HEADER = ("GROUP", "SPARK QUERY", "RUN", "BATCH", "ROWS", "DROPPED", "WRI
 _WATCH_SECONDS = 2.0  # a look costs the database a few milliseconds, and offsets move about once a second
 _WATCH_FROM = 0.1  # faster nobody reads
 _SHORT_ID = 8  # characters of a process's id: nobody reads more of it
+_NO_ROW: dict[str, Any] = {
+    **dict.fromkeys(("next_offset", "leader_epoch", "owner_kind", "owner_name", "owner_instance", "halted")),
+    **dict.fromkeys(("acquired_at", "advanced_at", "advanced_seconds_ago")),
+    "owner_epoch": 0,
+    "owned": False,
+}
 _CLEAR = "\x1b[H\x1b[2J"  # moves the cursor of a terminal to the top and clears it
 
 
@@ -54,8 +60,8 @@ class Line:
 
     @property
     def lag(self) -> int | None:
-        """How many offsets are left to the end of the log."""
-        if self.log is None or self.stored.next_offset is None:
+        """How many offsets are left to the end of the log; unknown beyond it, where it would hide that of others."""
+        if self.log is None or self.stored.next_offset is None or self.stored.next_offset > self.log.end:
             return None
         return self.log.end - self.stored.next_offset
 
@@ -307,8 +313,16 @@ def beside_logs(rows: list[Stored], cluster: CommandCluster, schema: str) -> lis
     """Put rows beside their logs in this cluster, and name what does not fit."""
     ours = [row for row in rows if row.cluster_id in (None, cluster.cluster_id)]
     topics = cluster.topics(sorted({row.topic for row in ours}))
+    # A partition that no worker has met yet, or whose row is gone, is shown: the lag without it is not all of it.
+    known = {(row.group_id, row.place) for row in rows}
+    met = {
+        (r.group_id, r.topic): r for r in ours if r.topic in topics and topics[r.topic].topic_id in (None, r.topic_id)
+    }
+    added = [replace(row, partition=n, **_NO_ROW) for row in met.values() for n in range(topics[row.topic].partitions)]
+    rows = [*rows, *(row for row in added if (row.group_id, row.place) not in known)]
+    rows.sort(key=lambda row: (row.group_id, row.topic, row.partition))
     # The brokers refuse to be asked for partitions that are not there.
-    there = {row.place for row in ours if row.topic in topics and row.partition < topics[row.topic].partitions}
+    there = {row.place for row in rows if row.topic in topics and row.partition < topics[row.topic].partitions}
     logs = cluster.logs(sorted(there))
     lines = []
     for row in rows:
@@ -327,7 +341,8 @@ def beside_logs(rows: list[Stored], cluster: CommandCluster, schema: str) -> lis
             problem = f"the topic has no such partition{mend}"
         elif None not in (row.topic_id, topic.topic_id) and row.topic_id != topic.topic_id:
             log = None
-            problem = f"the topic was deleted and made again: {command('adopt', row.group_id, schema, *topic_of)}"
+            adopt = command("adopt", row.group_id, schema, *topic_of, "--to-earliest")
+            problem = f"the topic was deleted and made again; to read the new one: {adopt}"
         elif row.next_offset is not None and row.next_offset < log.start:
             problem = f"below the log start {log.start}"
         elif row.next_offset is not None and row.next_offset > log.end:

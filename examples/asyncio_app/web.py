@@ -10,19 +10,19 @@ from contextlib import asynccontextmanager
 
 import httpx
 from consuming import consuming
-from fastapi import FastAPI, Response
+from fastapi import FastAPI, Request, Response
 
 from exactly_once import ExactlyOnceConsumer, Unit
-
-consumer = ExactlyOnceConsumer(
-    {"bootstrap.servers": os.environ["EXACTLY_ONCE_BOOTSTRAP_SERVERS"], "group.id": "rates"},
-    conninfo=os.environ["EXACTLY_ONCE_CONNINFO"],
-)
 
 
 @asynccontextmanager
 async def lifespan(app: FastAPI) -> AsyncIterator[None]:
     loop = asyncio.get_running_loop()
+    # One for each start of the application: a closed consumer does not start again.
+    app.state.consumer = consumer = ExactlyOnceConsumer(
+        {"bootstrap.servers": os.environ["EXACTLY_ONCE_BOOTSTRAP_SERVERS"], "group.id": "rates"},
+        conninfo=os.environ["EXACTLY_ONCE_CONNINFO"],
+    )
 
     def apply(unit: Unit) -> None:  # in the consumer's thread
         rate = asyncio.run_coroutine_threadsafe(current_rate(), loop).result(30)
@@ -45,7 +45,7 @@ async def current_rate() -> float:
 
 
 @app.get("/readyz")
-def ready(response: Response) -> list[str]:
-    health = consumer.health()
+def ready(request: Request, response: Response) -> list[str]:
+    health = request.app.state.consumer.health()
     response.status_code = 200 if health.is_ready else 503
     return list(health.reasons)

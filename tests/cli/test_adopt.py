@@ -68,7 +68,9 @@ def test_reset_refuses_rows_of_the_old_topic_and_names_adopt(
     assert refused.code == 1
     assert suggested(refused.err)[0] == "adopt"
     assert ledger(db, name) == before
-    assert "the topic was deleted and made again" in operate("status").out
+    trouble = operate("status", "--check").out.splitlines()[0]
+    assert "the topic was deleted and made again" in trouble
+    assert operate(*suggested(trouble)).code == 0, "what it says runs as it is printed"
 
 
 def test_keeping_offsets_that_the_new_log_does_not_have_is_refused(

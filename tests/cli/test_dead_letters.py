@@ -240,7 +240,8 @@ def test_dropped_letter_is_not_dropped_or_replayed_again(letters: Command, dead:
     for again in (["drop", dead[0, 3]], ["replay", dead[0, 3], "--handler", f"{HANDLERS}:apply"]):
         refused = letters(*again, "--execute")
         assert refused.code == 1
-        assert "--all` shows all, also those replayed or dropped" in refused.err
+        assert f"some are dead no more: {dead[0, 3]} was dropped; leave them out" in refused.err
+    assert "  dropped  " in letters("list", dead[0, 3]).out
 
 
 @pytest.mark.parametrize("what", ["all is known", "brokers are away", "ids of letters are unknown"])

@@ -107,6 +107,10 @@ def test_rows_that_are_gone_are_not_told_to_bring_nothing_again(
     shown = operate(*given).out
     assert "comes again" not in shown
     assert "\npartitions without an offset: 2; which of their messages took effect is not known\n" in shown
+    left_out = operate("reset", "--topic", consumed, "--to-latest").out
+    assert "\nmessages: 20 would be left out (counted" in left_out
+    assert "\npartitions without an offset: 2; which of their" in left_out
+    assert "choose another --to-..." in operate("reset", "--topic", consumed, "--to-committed").err
 
 
 def test_execute_moves_all_partitions_and_leaves_audit_rows(
@@ -466,7 +470,7 @@ def test_a_command_that_an_error_names_is_about_the_same_group_and_ledger(
         assert command("reset", "--topic", topic, "--to-earliest", *where, "--execute").code == 0
         db.execute(broken)
         (adopt,) = set(re.findall(r"exactly-once adopt .*", command("status", *where).out))
-        assert command(*shlex.split(adopt)[1:], "--to-offset", 4, "--execute").code == 0
+        assert command(*shlex.split(adopt)[1:-1], "--to-offset", 4, "--execute").code == 0  # in place of --to-earliest
         db.execute(broken)
         refused = command("hand-over", "--to", "spark", *where).err
         reset = shlex.split(refused[refused.index("exactly-once reset") :])[1:]

@@ -147,10 +147,23 @@ def test_an_offset_beyond_the_log_and_a_partition_that_is_not_there_are_problems
 ) -> None:
     db.execute("UPDATE exactly_once.ledger SET next_offset = 99 WHERE group_id = %s AND partition = 0", (name,))
     db.execute("INSERT INTO exactly_once.ledger (group_id, topic, partition) VALUES (%s, %s, 5)", (name, consumed))
-    found = {p["partition"]: p["problem"] for p in operate("status", "--json").partitions}
+    shown = operate("status", "--json")
     mend = f"exactly-once reset --group-id {name} --topic {consumed} --forget"
     problem = f"the topic has no such partition; if it is for good: {mend}"
-    assert found == {0: "beyond the log end", 1: None, 5: problem}
+    assert [p["problem"] for p in shown.partitions] == ["beyond the log end", None, problem]
+    # A lag below zero would hide that of others in their sum.
+    assert [p["lag"] for p in shown.partitions] == [None, 0, None]
+    assert shown.json["groups"][0]["lag"] == 0
+
+
+def test_a_partition_without_a_row_is_shown_and_no_lag_of_its_group_counts_it(
+    operate: Command, consumed: str, db: Db, name: str
+) -> None:
+    """Somebody deleted it, or it was added and no worker has met it yet."""
+    db.execute("DELETE FROM exactly_once.ledger WHERE group_id = %s AND partition = 1", (name,))
+    found = [(p["partition"], p["next_offset"], p["log_end"], p["lag"]) for p in operate("status", "--json").partitions]
+    assert found == [(0, 10, 10, 0), (1, None, 10, None)]
+    assert operate("status", "--check").out == f"ok: group {name}: 2 partitions, lag 0 without 1 partition\n"
 
 
 def test_brokers_that_do_not_answer_are_an_error_behind_what_the_database_knows(

@@ -101,6 +101,11 @@ def test_fastapi_serves_while_every_message_is_applied_once(
     command = [sys.executable, "-m", "uvicorn", "web:app", "--host", "127.0.0.1", "--port", str(port)]
     try:
         status = run(command, is_ready, signal.SIGTERM, tmp_path / "app", is_right=is_done, PYTHONPATH=path, **env)
+        # As an application's own tests do it, each with a client: the application starts twice in one process.
+        twice = "import web\nfrom fastapi.testclient import TestClient\nfor _ in range(2):\n"
+        twice += "    with TestClient(web.app) as client:\n        client.get('/readyz')"
+        again = {**os.environ, "PYTHONPATH": path, **env}
+        subprocess.run([sys.executable, "-c", twice], cwd=tmp_path / "app", env=again, check=True, timeout=60)
     finally:
         delete_topic(bootstrap_servers, topic)
     assert status in (0, -signal.SIGTERM), "uvicorn ends in order, then by the signal that it was sent"
