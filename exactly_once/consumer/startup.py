@@ -53,7 +53,7 @@ def check_database(session: Session, options: Options) -> None:
         schemas.check(connection, options.schema)
 
     try:
-        with naming_grants(options.schema):
+        with explaining(session):
             at_start(
                 look, seconds=options.startup_seconds, what=f"Postgres at {options.database}", group_id=options.group_id
             )
@@ -63,15 +63,22 @@ def check_database(session: Session, options: Options) -> None:
 
 
 @contextlib.contextmanager
-def naming_grants(schema: str) -> Iterator[None]:
-    """Add to what the server refuses in the block, which holds statements of the library only, what mends it."""
+def explaining(session: Session) -> Iterator[None]:
+    """Say of what the server refuses in the block, which holds statements of the library only, what mends it.
+
+    :raises SchemaTooOld: where the schema is gone since the start.
+    """
     try:
         yield
     except psycopg.errors.InsufficientPrivilege as error:
         error.add_note(
             "the role of the connection lacks grants, or a policy of row-level security keeps it out. exactly-once "
-            f"migrate --schema {schema} --role NAME gives a role all grants that it needs, or prints them (--sql)"
+            f"migrate --schema {session.schema} --role NAME gives a role all grants that it needs, or prints them "
+            "(--sql)"
         )
+        raise
+    except psycopg.Error as error:
+        schemas.refuse_lost(session, error)
         raise
 
 
