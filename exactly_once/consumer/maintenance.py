@@ -272,6 +272,8 @@ class Maintenance:
             topics = {p.topic for p in pending}
             unknown = self._start_offsets.describe(topics)
             self._schedule_recheck(topics - unknown.keys())
+            for topic in topics - unknown.keys():
+                self._unchecked.pop(topic, None)  # one that was waited for is there now
             for topic, error in unknown.items():
                 extra = self._about("topic_unknown") | {"topic": topic}
                 logger.warning("its partitions are ours, and wait: %s", error, extra=extra)
