@@ -22,17 +22,8 @@ from exactly_once import errors
 from exactly_once._failpoints import failpoint
 from exactly_once._log import about
 from exactly_once._model import Partition, RangePolicy, StartPolicy
+from exactly_once.kafka import settings
 from exactly_once.kafka.log import kafka_logger
-from exactly_once.kafka.settings import (
-    admin_settings,
-    callbacks,
-    calls_back_for_nothing,
-    check_topics,
-    client_id,
-    client_settings,
-    is_incremental,
-    reads_committed,
-)
 from exactly_once.ledger.claims import ClaimsWindow
 from exactly_once.ledger.dead_letters import DeadLetterLimit
 from exactly_once.ledger.retry import BACKOFF, Stop, retry_for, retry_forever
@@ -195,7 +186,7 @@ class ExactlyOnceConsumer:
         given = dict(locals())  # first of all: every option by its name, of which options.Options has a field
         self._options = check_options(**{option: given[option] for option in given.keys() - {"self", "metrics"}})
         self._about = partial(about, group=self._options.group_id)
-        self._kafka = {"logger": kafka_logger(), "client.id": client_id(name), **kafka}
+        self._kafka = {"logger": kafka_logger(), "client.id": settings.client_id(name), **kafka}
         self._process = os.getpid()
         self._thread: threading.Thread | None = None  # the one that used it first, and owns it
         # What was handed out last, whatever became of it.
@@ -238,7 +229,7 @@ class ExactlyOnceConsumer:
             application=options.application or application_of(None, options.name),
             watch=self._terminator.acquiring,
         )
-        self._assignment = Assignment(incremental=is_incremental(self._kafka), group_id=options.group_id)
+        self._assignment = Assignment(incremental=settings.is_incremental(self._kafka), group_id=options.group_id)
         ownership = self._ownership = Ownership()
         self._kafka_offsets = KafkaOffsets(group_id=options.group_id)
         self._linger = Linger(options.linger_seconds, options.max_bytes)
@@ -249,7 +240,7 @@ class ExactlyOnceConsumer:
             can_outgrow=options.linger_seconds > 0,
         )
         self._commits = CommitProtocol(ledger, self._buffer, self._terminator, max_messages=options.max_messages)
-        self._cluster = servers.cluster(admin_settings(self._kafka))
+        self._cluster = servers.cluster(settings.admin_settings(self._kafka))
         start_offsets = self._start_offsets = StartOffsets(
             ledger, self._cluster, start=options.start, on_out_of_range=options.on_out_of_range
         )
@@ -259,7 +250,7 @@ class ExactlyOnceConsumer:
             start_offsets,
             self._kafka_offsets,
             self._cluster,
-            is_called_for_nothing=calls_back_for_nothing(self._kafka),
+            is_called_for_nothing=settings.calls_back_for_nothing(self._kafka),
             stop_on_bad_partition=options.stop_on_bad_partition,
         )
         self._observer = Observer(metrics, self._kafka, self._maintenance, owner_name=options.name)
@@ -324,7 +315,7 @@ class ExactlyOnceConsumer:
         :raises UnitNotFinished: inside of a unit.
         """
         self._check_use()
-        check_topics(topics)
+        settings.check_topics(topics)
         if self._unit is not None and self._unit.stage is Stage.OPEN:
             # The look at the database would end its transaction.
             raise errors.UnitNotFinished(f"subscribe() inside of {self._unit!r}: leave its `with unit:` before")
@@ -382,7 +373,7 @@ class ExactlyOnceConsumer:
             until_end=until_end,
             idle_seconds=idle_seconds,
             max_unit_seconds=self._options.max_unit_seconds,
-            read_committed=reads_committed(self._kafka),
+            read_committed=settings.reads_committed(self._kafka),
         )
 
     def run(
@@ -735,16 +726,16 @@ class ExactlyOnceConsumer:
     # First contact and goodbye.
 
     def _open_client(self) -> Consumer:
-        own = {name: self._assignment.contain(callback) for name, callback in callbacks(self._kafka).items()}
+        own = {name: self._assignment.contain(callback) for name, callback in settings.callbacks(self._kafka).items()}
 
         def on_commit(error: KafkaError | None, offsets: list[TopicPartition]) -> None:
             self._kafka_offsets.on_commit(error, offsets)
             if "on_commit" in own:
                 own["on_commit"](error, offsets)
 
-        settings = {**client_settings(self._kafka), **own, "on_commit": self._assignment.contain(on_commit)}
+        given = {**settings.client_settings(self._kafka), **own, "on_commit": self._assignment.contain(on_commit)}
         try:
-            return self._servers.client(settings)
+            return self._servers.client(given)
         except KafkaException as error:
             raise errors.ConfigurationError(
                 f"confluent-kafka refuses the configuration: {error.args[0].str()}"
