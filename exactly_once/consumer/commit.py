@@ -12,24 +12,12 @@ from uuid import UUID
 
 import psycopg
 
+from exactly_once import errors
 from exactly_once._log import about, text_of
 from exactly_once._model import Partition, Sent
-from exactly_once.errors import (
-    AlreadyApplied,
-    ExactlyOnceError,
-    Fenced,
-    HandlerCommitted,
-    LedgerRewound,
-    NoProgress,
-    OutcomePending,
-    Redelivered,
-    TransactionAborted,
-    TransactionOutcomeUnknown,
-    UnitNotFinished,
-    UnitTooSlow,
-)
 from exactly_once.ledger.commands import reset_command
 from exactly_once.ledger.conflict import Conflict
+from exactly_once.ledger.migrate import refuse_lost
 from exactly_once.ledger.outcome import (
     PATIENCE_SECONDS,
     READ_ONLY,
@@ -43,10 +31,9 @@ from exactly_once.ledger.outcome import (
     sqlstate_of,
 )
 from exactly_once.ledger.retry import retry_for
-from exactly_once.ledger.rows import LOCK_SECONDS, row_missing
+from exactly_once.ledger.rows import LOCK_SECONDS, Ledger, row_missing
 from exactly_once.ledger.session import Connection, is_lost
 from exactly_once.ledger.stale_owners import StaleBackendTerminator
-from exactly_once.ledger.store import LedgerStore
 
 from .buffer import FetchBuffer
 from .outcomes import LOST, Decision, Rows, decide
@@ -76,10 +63,18 @@ class Counters:
     fenced: int = 0
     ahead: int = 0
     rewound: int = 0
+    missing: int = 0
     resolved_committed: int = 0
     resolved_aborted: int = 0
     resolved_fenced: int = 0
     dead_letters: int = 0
+
+    def count(self, conflict: Conflict) -> None:
+        """Count a row that is not as it was left."""
+        self.fenced += conflict is Conflict.FENCED
+        self.ahead += conflict is Conflict.AHEAD
+        self.rewound += conflict is Conflict.REWOUND
+        self.missing += conflict is Conflict.MISSING
 
     def __str__(self) -> str:
         return ", ".join(f"{f.name} {getattr(self, f.name)}" for f in fields(self) if getattr(self, f.name))
@@ -106,7 +101,7 @@ class CommitProtocol:
     """Begins, commits, undoes and resolves the units of one consumer."""
 
     def __init__(
-        self, ledger: LedgerStore, buffer: FetchBuffer, terminator: StaleBackendTerminator, *, max_messages: int
+        self, ledger: Ledger, buffer: FetchBuffer, terminator: StaleBackendTerminator, *, max_messages: int
     ) -> None:
         self.ledger = ledger
         self.buffer = buffer
@@ -135,7 +130,7 @@ class CommitProtocol:
         self.timing: tuple[float, float | None] = (0.0, None)
         # When that was, on the monotonic clock.
         self.committed_at: float | None = None
-        self.failed: ExactlyOnceError | None = None  # why nothing is handed out any more: a unit was halted
+        self.failed: errors.ExactlyOnceError | None = None  # why nothing is handed out any more: a unit was halted
 
     @property
     def awaits_joined(self) -> bool:
@@ -180,8 +175,9 @@ class CommitProtocol:
         try:
             unit.work.join(connection)
             self.ledger.session.refuse_other_ledger(connection)
-        except BaseException:
+        except BaseException as error:
             self._give_back(unit)
+            refuse_lost(self.ledger.session, error)
             raise
         self._pending = Pending(unit, Sent.JOINED)
         self._watch(unit)
@@ -195,9 +191,10 @@ class CommitProtocol:
             unit.work.advance(unit.advances)
         except psycopg.Error as error:
             if error.sqlstate == SHORT_COUNT:
-                raise Redelivered(_told(unit, "another owner has taken the partitions")) from error
+                raise errors.Redelivered(_told(unit, "another owner has taken the partitions")) from error
             if classify(error, connection_lost=False) is Fault.CONFLICT:  # as above READ COMMITTED such an owner is
-                raise Redelivered(_told(unit, text_of(error))) from error
+                raise errors.Redelivered(_told(unit, text_of(error))) from error
+            refuse_lost(self.ledger.session, error)
             raise
 
     def finish(self, unit: Unit) -> None:
@@ -231,14 +228,16 @@ class CommitProtocol:
         # A unit whose statement ends the whole server, each time, is to be judged when the server is back.
         asking = retry_for(_BACK_SECONDS if self._patience.is_out else 0)
         status = LOST
-        unclear: TransactionOutcomeUnknown | None = None
+        unclear: errors.TransactionOutcomeUnknown | None = None
         try:
             status = asking(unit.work.outcome)
         except psycopg.Error as trouble:
             if not isinstance(error, Exception):
                 return
-            raise OutcomePending(_told(unit, f"what became of it is not known yet: {str(trouble).strip()}")) from error
-        except TransactionOutcomeUnknown as lost_for_good:
+            raise errors.OutcomePending(
+                _told(unit, f"what became of it is not known yet: {str(trouble).strip()}")
+            ) from error
+        except errors.TransactionOutcomeUnknown as lost_for_good:
             unclear = lost_for_good
         decision = decide(Sent.NOTHING, status, "short" if sqlstate_of(error) == SHORT_COUNT else None)
         if decision in (Decision.HALT_COMMITTED, Decision.HALT_UNKNOWN):
@@ -262,7 +261,7 @@ class CommitProtocol:
         sent = unit.work.sent if unit.work.is_joined else pending.sent
         status: str | None = None
         rows: Rows | None = None
-        unclear: TransactionOutcomeUnknown | None = None
+        unclear: errors.TransactionOutcomeUnknown | None = None
         try:
             if sent is Sent.NOTHING:
                 unit.work.roll_back()  # an interruption may have come before the first time
@@ -274,7 +273,7 @@ class CommitProtocol:
                 if status is None or (status == "in progress" and unit.work.is_lost):
                     # A connection that is lost commits nothing any more: what it left open is ended.
                     status = session.outcome(unit.work.begun)
-        except TransactionOutcomeUnknown as lost_for_good:
+        except errors.TransactionOutcomeUnknown as lost_for_good:
             status, unclear = LOST, lost_for_good
         if sent is Sent.ADVANCE and status == "committed":
             # A rollback to a savepoint before the block undoes the advance, and only that.
@@ -285,7 +284,7 @@ class CommitProtocol:
             rows = "stayed" if stayed else "moved"
         decision = decide(sent, status, rows)
         if decision is Decision.WAIT:
-            raise UnitNotFinished(
+            raise errors.UnitNotFinished(
                 f"the transaction that {unit!r} joined is still open: commit it or roll it back, then iterate on"
             )
         self._terminator.clear()
@@ -353,11 +352,15 @@ class CommitProtocol:
         except psycopg.Error:
             if not isinstance(error, Exception):
                 raise error from None
-            raise OutcomePending(_told(unit, "COMMIT was not confirmed, and the database cannot be asked")) from error
+            raise errors.OutcomePending(
+                _told(unit, "COMMIT was not confirmed, and the database cannot be asked")
+            ) from error
         if not isinstance(error, Exception):
             raise error
         if resolution is Resolution.FENCED:
-            raise Fenced(_told(unit, "COMMIT was not confirmed, and its rows belong to another owner")) from error
+            raise errors.Fenced(
+                _told(unit, "COMMIT was not confirmed, and its rows belong to another owner")
+            ) from error
         if resolution is Resolution.ABORTED:
             self._count(unit, error, lost=lost)
             self._raise_fault(unit, error, lost=lost, began=True)
@@ -418,7 +421,7 @@ class CommitProtocol:
         except psycopg.Error:
             # As after a COMMIT without an answer: the next try takes the rows, and by that learns whose they are.
             self._pending = Pending(unit, Sent.COMMIT)
-            raise OutcomePending(_told(unit, "the ledger did not advance and cannot be read now")) from error
+            raise errors.OutcomePending(_told(unit, "the ledger did not advance and cannot be read now")) from error
         self._pending = None
         with self.ownership.changing():
             conflicts = self.ownership.classify(unit.advances, rows)
@@ -432,45 +435,43 @@ class CommitProtocol:
             self._patience.failed(_batch(unit), time.monotonic(), by_statement=True)
             if self._patience.is_handlers:
                 return
-            raise Redelivered(_told(unit, "its rows were changed and changed back")) from error
+            raise errors.Redelivered(_told(unit, "its rows were changed and changed back")) from error
         advance, group = wrong[0], self.ledger.group_id
         conflict, row = conflicts[advance.partition], stored.get(advance.partition)
+        self.counters.count(conflict)
         place = f"{advance.partition} of group {group!r}"
         if row is None:
             missing = row_missing(group, self.ledger.session.schema, advance.partition)
-            raise Redelivered(_told(unit, str(missing))) from error
+            raise errors.Redelivered(_told(unit, str(missing))) from error
         if conflict is Conflict.RECREATED:
             told = f"{place}: started with topic id {advance.topic_id}, the ledger has {row.topic_id}"
-            raise Redelivered(_told(unit, told)) from error
+            raise errors.Redelivered(_told(unit, told)) from error
         if conflict is Conflict.REWOUND:
-            self.counters.rewound += 1
-            raise LedgerRewound(
+            raise errors.LedgerRewound(
                 f"{place}: expected offset {advance.expected}, the ledger is back at {row.next_offset}: the database "
                 "lost commits in a failover, effects and offsets together; going on from the ledger"
             ) from error
         if conflict is Conflict.AHEAD:
-            self.counters.ahead += 1
             told = f"{place}: expected offset {advance.expected}, the ledger is at {row.next_offset}"
-            raise AlreadyApplied(told) from error
-        self.counters.fenced += 1
+            raise errors.AlreadyApplied(told) from error
         owner = row.owner_name or row.owner_instance if row.owner_token else "nobody, it was reset or released"
         told = f"{place} is owned by {owner} now (owner epoch {row.owner_epoch})"
-        raise Fenced(_told(unit, told)) from error
+        raise errors.Fenced(_told(unit, told)) from error
 
     def _halt(self, unit: Unit, decision: Decision, cause: BaseException | None) -> NoReturn:
         """Fail for good, here and in whatever process acquires the partitions next."""
-        kind: type[HandlerCommitted | TransactionOutcomeUnknown]
+        kind: type[errors.HandlerCommitted | errors.TransactionOutcomeUnknown]
         first = unit.advances[0].partition
         mend = f"or each partition: {reset_command(self.ledger.group_id, self.ledger.session.schema, first)}"
         if decision is Decision.HALT_UNKNOWN:
-            kind, wrong, mend = TransactionOutcomeUnknown, str(cause), f"F{mend}"
+            kind, wrong, mend = errors.TransactionOutcomeUnknown, str(cause), f"F{mend}"
         else:
             reason = (
                 f"the transaction that {unit!r} joined was committed without its offsets"
                 if unit.work.is_joined
                 else f"the handler committed a transaction by itself with the messages of {unit!r}"
             )
-            kind, wrong = HandlerCommitted, f"{reason}: its effects are durable, the offset is not"
+            kind, wrong = errors.HandlerCommitted, f"{reason}: its effects are durable, the offset is not"
             what = "Take COMMIT out of the handler and out of what it calls, decide which messages took effect, then "
             mend = f"{what}f{mend}"
         try:
@@ -507,10 +508,12 @@ class CommitProtocol:
         if not isinstance(error, Exception):
             return
         if (own := own_error(error)) is not None:
-            unit.fault = Fault.HANDLER if isinstance(own, TransactionAborted) else Fault.OTHER
+            unit.fault = Fault.HANDLER if isinstance(own, errors.TransactionAborted) else Fault.OTHER
             if own is not error:
                 raise own from None  # the group has it, and would be its own cause
             return
+        unit.fault = Fault.OTHER
+        refuse_lost(self.ledger.session, error)
         fault = classify(error, connection_lost=lost)
         several, patience = unit.given > 1, self._patience
         # End what would go on for ever: say whose fault it is that these messages failed so often. Every one of these
@@ -541,14 +544,14 @@ class CommitProtocol:
         elif may_be_blamed and patience.is_overdue:
             unit.fault = Fault.OTHER
             what = f"nothing could be committed for {PATIENCE_SECONDS:g} s: {text_of(error)}"
-            raise NoProgress(_told(unit, what)) from error
+            raise errors.NoProgress(_told(unit, what)) from error
         elif may_be_blamed and patience.is_out and several:
             self.limit = max(1, unit.given // 2)  # perhaps there is less to collide with, or to hold
         unit.fault = fault
         if fault is Fault.DURATION:
             self.limit = max(1, unit.given // 2)
             if unit.given == 1:
-                raise UnitTooSlow(
+                raise errors.UnitTooSlow(
                     _told(unit, f"one message is not done in the time that is allowed: {text_of(error)}")
                 ) from error
         if fault is Fault.ENVIRONMENT:
@@ -556,7 +559,7 @@ class CommitProtocol:
             self._troubles += 1
             self.not_before = time.monotonic() + min(_TROUBLE_SECONDS, 0.05 * 2.0**self._troubles)
         if fault in (Fault.CONFLICT, Fault.ENVIRONMENT, Fault.DURATION):
-            raise Redelivered(_told(unit, text_of(error))) from error
+            raise errors.Redelivered(_told(unit, text_of(error))) from error
 
 
 def _told(unit: Unit, what: str) -> str:

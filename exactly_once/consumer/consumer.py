@@ -18,29 +18,12 @@ import psycopg
 import tenacity
 from confluent_kafka import Consumer, KafkaError, KafkaException, Message, TopicPartition
 
+from exactly_once import errors
 from exactly_once._failpoints import failpoint
 from exactly_once._log import about
 from exactly_once._model import Partition, RangePolicy, StartPolicy
-from exactly_once.errors import (
-    BrokerUnreachable,
-    ClientFailed,
-    ConfigurationError,
-    InstanceFenced,
-    UnitNotFinished,
-    UnknownTopic,
-    WrongThreadOrProcess,
-)
+from exactly_once.kafka import settings
 from exactly_once.kafka.log import kafka_logger
-from exactly_once.kafka.settings import (
-    admin_settings,
-    callbacks,
-    calls_back_for_nothing,
-    check_topics,
-    client_id,
-    client_settings,
-    is_incremental,
-    reads_committed,
-)
 from exactly_once.ledger.claims import ClaimsWindow
 from exactly_once.ledger.dead_letters import DeadLetterLimit
 from exactly_once.ledger.retry import BACKOFF, Stop, retry_for, retry_forever
@@ -61,7 +44,7 @@ from .options import Isolation, Options, application_of, check_idle, check_optio
 from .partitions import Ownership
 from .rebalance import Assignment, Change
 from .service import OnPoison, Service, stopping_on_signals
-from .startup import ReadOnlyGuard, Servers, naming_grants
+from .startup import ReadOnlyGuard, Servers, explaining
 from .unit import Stage, Unit
 from .units import Units
 
@@ -203,7 +186,7 @@ class ExactlyOnceConsumer:
         given = dict(locals())  # first of all: every option by its name, of which options.Options has a field
         self._options = check_options(**{option: given[option] for option in given.keys() - {"self", "metrics"}})
         self._about = partial(about, group=self._options.group_id)
-        self._kafka = {"logger": kafka_logger(), "client.id": client_id(name), **kafka}
+        self._kafka = {"logger": kafka_logger(), "client.id": settings.client_id(name), **kafka}
         self._process = os.getpid()
         self._thread: threading.Thread | None = None  # the one that used it first, and owns it
         # What was handed out last, whatever became of it.
@@ -246,7 +229,7 @@ class ExactlyOnceConsumer:
             application=options.application or application_of(None, options.name),
             watch=self._terminator.acquiring,
         )
-        self._assignment = Assignment(incremental=is_incremental(self._kafka), group_id=options.group_id)
+        self._assignment = Assignment(incremental=settings.is_incremental(self._kafka), group_id=options.group_id)
         ownership = self._ownership = Ownership()
         self._kafka_offsets = KafkaOffsets(group_id=options.group_id)
         self._linger = Linger(options.linger_seconds, options.max_bytes)
@@ -257,7 +240,7 @@ class ExactlyOnceConsumer:
             can_outgrow=options.linger_seconds > 0,
         )
         self._commits = CommitProtocol(ledger, self._buffer, self._terminator, max_messages=options.max_messages)
-        self._cluster = servers.cluster(admin_settings(self._kafka))
+        self._cluster = servers.cluster(settings.admin_settings(self._kafka))
         start_offsets = self._start_offsets = StartOffsets(
             ledger, self._cluster, start=options.start, on_out_of_range=options.on_out_of_range
         )
@@ -267,7 +250,7 @@ class ExactlyOnceConsumer:
             start_offsets,
             self._kafka_offsets,
             self._cluster,
-            is_called_for_nothing=calls_back_for_nothing(self._kafka),
+            is_called_for_nothing=settings.calls_back_for_nothing(self._kafka),
             stop_on_bad_partition=options.stop_on_bad_partition,
         )
         self._observer = Observer(metrics, self._kafka, self._maintenance, owner_name=options.name)
@@ -332,10 +315,10 @@ class ExactlyOnceConsumer:
         :raises UnitNotFinished: inside of a unit.
         """
         self._check_use()
-        check_topics(topics)
+        settings.check_topics(topics)
         if self._unit is not None and self._unit.stage is Stage.OPEN:
             # The look at the database would end its transaction.
-            raise UnitNotFinished(f"subscribe() inside of {self._unit!r}: leave its `with unit:` before")
+            raise errors.UnitNotFinished(f"subscribe() inside of {self._unit!r}: leave its `with unit:` before")
         self._servers.check_database(self._session, self._options)
         self._servers.check_topics_exist(self._cluster, [t for t in topics if not t.startswith("^")], self._options)
         first, first_before = None, self._start_offsets.first_topics
@@ -363,7 +346,7 @@ class ExactlyOnceConsumer:
             self._assignment.topics, self._start_offsets.first_topics = before, first_before
             if error.args[0].code() != KafkaError._INVALID_ARG:  # noqa: SLF001 - that is its public name
                 raise
-            raise ConfigurationError(f"the client refuses topics={topics!r}: {error.args[0].str()}") from None
+            raise errors.ConfigurationError(f"the client refuses topics={topics!r}: {error.args[0].str()}") from None
         self._observer.record_poll()
 
     def units(self, *, until_end: bool = False, idle_seconds: float | None = None) -> Units:
@@ -380,13 +363,8 @@ class ExactlyOnceConsumer:
         :raises UnknownTopic: in place of such an end, when the topic of a log that was not read to its end is gone.
         """
         check_idle(idle_seconds)
-        return self._units(
-            until_end=until_end, idle_seconds=idle_seconds, max_unit_seconds=self._options.max_unit_seconds
-        )
-
-    def _units(self, *, until_end: bool, idle_seconds: float | None, max_unit_seconds: float) -> Units:
         if not self._assignment.topics:
-            raise ConfigurationError("subscribe() first: there is nothing to iterate over")
+            raise errors.ConfigurationError("subscribe() first: there is nothing to iterate over")
         if self._ownership.bad():
             self._maintenance.check_rows_soon()  # or it ends with an error that somebody has mended since
         return Units(
@@ -394,8 +372,8 @@ class ExactlyOnceConsumer:
             self._maintenance,
             until_end=until_end,
             idle_seconds=idle_seconds,
-            max_unit_seconds=max_unit_seconds,
-            read_committed=reads_committed(self._kafka),
+            max_unit_seconds=self._options.max_unit_seconds,
+            read_committed=settings.reads_committed(self._kafka),
         )
 
     def run(
@@ -445,13 +423,12 @@ class ExactlyOnceConsumer:
             idle_seconds=idle_seconds,
         )
         self._ledger.application = self._options.application or application_of(handler, self._options.name)
-        max_unit_seconds = self._options.max_unit_seconds
+        units = self.units(until_end=until_end, idle_seconds=idle_seconds)
         if in_thread:
-            max_unit_seconds = math.inf  # Kafka does not wait for this handler
+            units.max_unit_seconds = math.inf  # Kafka does not wait for this handler
             handler = HandlerThread(
                 handler=handler, poll=self._poll_aside, session=self._session, revoke_seconds=revoke_seconds
             )
-        units = self._units(until_end=until_end, idle_seconds=idle_seconds, max_unit_seconds=max_unit_seconds)
         service = Service(
             units=units,
             handler=handler,
@@ -491,7 +468,7 @@ class ExactlyOnceConsumer:
         if os.getpid() != self._process:
             return
         if self._thread not in (None, threading.current_thread()) and self._thread.is_alive():
-            raise WrongThreadOrProcess(
+            raise errors.WrongThreadOrProcess(
                 f"this consumer belongs to the thread {self._thread.name!r}, which may be inside of a unit: call "
                 "stop() and have that thread close the consumer, or wait until it has ended"
             )
@@ -505,7 +482,14 @@ class ExactlyOnceConsumer:
                 self._say_goodbye,
                 self._release,
             )
-            without = (self._leave, self._close_client, self._cluster.close, self._session.close, self._observer.close)
+            without = (
+                self._leave,
+                self._close_client,
+                self._ownership.states.clear,
+                self._cluster.close,
+                self._session.close,
+                self._observer.close,
+            )
             self._closing = [deque(with_postgres), deque(without)]
         if self._closing[0]:
             with self._session.cut_after(CLOSE_SECONDS):
@@ -529,7 +513,7 @@ class ExactlyOnceConsumer:
         """Return the next unit, or None when stopped or the iteration is over."""
         self._check_use()
         if self._unit is not None and self._unit.stage not in (Stage.DONE, Stage.FAILED, Stage.JOINED):
-            raise UnitNotFinished(f"the last unit was not finished: {self._unit!r}; enter it with `with unit:`")
+            raise errors.UnitNotFinished(f"the last unit was not finished: {self._unit!r}; enter it with `with unit:`")
         if not self._ownership.is_sound or not (self._commits.is_pending or self._ownership.is_accounted):
             # A signal handler may raise between any two lines: fetch again from where the ledger stands.
             self._buffer.drop_all()
@@ -609,7 +593,7 @@ class ExactlyOnceConsumer:
             self._session.roll_back()  # an interruption may have left a statement: nothing works on it any more
             self._read_only.check(self._client)
             try:
-                with naming_grants(self._options.schema):
+                with explaining(self._session):
                     self._maintenance.run_once(self._client)
                     self._claims.turn()
             except psycopg.errors.ReadOnlySqlTransaction:
@@ -672,7 +656,7 @@ class ExactlyOnceConsumer:
             self._must_reopen = f"group.instance.id={instance!r} is taken, perhaps by what this member was before"
         elif code in _FATAL_CODES:
             texts = [f"{error.name()}: {text}", *(m for c, m in _FATAL_CODES.items() if m and _text(c) in text)]
-            self._assignment.failures.append(ClientFailed(". ".join(texts)))
+            self._assignment.failures.append(errors.ClientFailed(". ".join(texts)))
         else:
             # It may pass; the client repeats it for as long as it lasts.
             topic, number = message.topic(), message.partition()
@@ -693,7 +677,7 @@ class ExactlyOnceConsumer:
         self._kafka_offsets.unanswered = 0
         try:
             self._cluster.describe({partition.topic for partition in self._ownership.to_confirm()})
-        except (BrokerUnreachable, UnknownTopic):
+        except (errors.BrokerUnreachable, errors.UnknownTopic):
             return False
         self._must_reopen = f"the Kafka client left {_SILENT_CHECKS} commits without an answer, and brokers answer"
         return True
@@ -712,7 +696,9 @@ class ExactlyOnceConsumer:
                 rows = self._ledger.look(list(self._ownership.states))
             is_replaced = any(row.owner_token is not None and row.owner_instance != own for row in rows)
             if is_replaced or now - self._fenced_at < TWIN_SECONDS:
-                raise InstanceFenced(f"{self._fence}; group.instance.id={self._kafka.get('group.instance.id')!r}")
+                raise errors.InstanceFenced(
+                    f"{self._fence}; group.instance.id={self._kafka.get('group.instance.id')!r}"
+                )
             self._fence, self._fenced_at = None, now
         level = logging.DEBUG if self._must_reopen == self._reopened_for else logging.WARNING
         told = "%s; joining again until it works; repetitions are logged at DEBUG"
@@ -740,29 +726,31 @@ class ExactlyOnceConsumer:
     # First contact and goodbye.
 
     def _open_client(self) -> Consumer:
-        own = {name: self._assignment.contain(callback) for name, callback in callbacks(self._kafka).items()}
+        own = {name: self._assignment.contain(callback) for name, callback in settings.callbacks(self._kafka).items()}
 
         def on_commit(error: KafkaError | None, offsets: list[TopicPartition]) -> None:
             self._kafka_offsets.on_commit(error, offsets)
             if "on_commit" in own:
                 own["on_commit"](error, offsets)
 
-        settings = {**client_settings(self._kafka), **own, "on_commit": self._assignment.contain(on_commit)}
+        given = {**settings.client_settings(self._kafka), **own, "on_commit": self._assignment.contain(on_commit)}
         try:
-            return self._servers.client(settings)
+            return self._servers.client(given)
         except KafkaException as error:
-            raise ConfigurationError(f"confluent-kafka refuses the configuration: {error.args[0].str()}") from None
+            raise errors.ConfigurationError(
+                f"confluent-kafka refuses the configuration: {error.args[0].str()}"
+            ) from None
 
     def _check_use(self) -> None:
         if os.getpid() != self._process:
-            raise WrongThreadOrProcess("this consumer was made in another process; make one after the fork")
+            raise errors.WrongThreadOrProcess("this consumer was made in another process; make one after the fork")
         self._thread = self._thread or threading.current_thread()
         if self._thread is not threading.current_thread():
-            raise WrongThreadOrProcess(
+            raise errors.WrongThreadOrProcess(
                 "this consumer belongs to the thread that subscribed; only stop() may be called from others"
             )
         if self._closed:
-            raise ConfigurationError("this consumer is closed; make a new one")
+            raise errors.ConfigurationError("this consumer is closed; make a new one")
 
     def _end_unit(self) -> None:
         if self._unit is not None and self._unit.stage is Stage.OPEN:

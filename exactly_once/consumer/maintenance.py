@@ -18,22 +18,12 @@ from typing import Any
 import psycopg
 from confluent_kafka import Consumer, KafkaException, Message, TopicPartition
 
+from exactly_once import errors
 from exactly_once._log import about
 from exactly_once._model import Advance, Partition, Row
-from exactly_once.errors import (
-    BatchUnreadable,
-    BrokerUnreachable,
-    ExactlyOnceError,
-    LedgerRowMissing,
-    OffsetOutOfRange,
-    StartError,
-    TopicRecreated,
-    UnknownTopic,
-)
 from exactly_once.kafka.admin import Cluster
 from exactly_once.kafka.origin import origin_of
 from exactly_once.ledger.commands import reset_command
-from exactly_once.ledger.conflict import Conflict
 from exactly_once.ledger.rows import LOCK_SECONDS
 from exactly_once.ledger.start import StartOffsets
 
@@ -112,7 +102,8 @@ class Maintenance:
         self._asked: dict[str, Future[Any]] = {}
         # When the id of each topic is asked for again; a topic that is not in it is due.
         self._next_recheck: dict[str, float] = {}
-        # Why the ids of topics could not be read the last time, and since when it is an error of that class.
+        # Why the ids of topics could not be read the last time, and since when it is an error of that class; of those
+        # that are asked for.
         self._unchecked: dict[str, tuple[Exception, float]] = {}
         # Until when an error makes no topic due again: one that repeats would ask with each message.
         self._hurried: dict[str, float] = {}
@@ -148,21 +139,13 @@ class Maintenance:
     @property
     def is_due(self) -> bool:
         """Whether :meth:`run_once` has anything to do before the next unit."""
-        now = time.monotonic()
         return bool(
             self._assignment.events
             or self.ownership.has_changed
             or self.commits.is_pending
             or self.commits.failed is not None
             or self._ledger.session.lost
-            or now >= self._next_run
-            # A partition is to be rejected or examined.
-            or any(
-                (h.unreadable is not None and h.next_offset == h.position)
-                or (h.suspect is not None and now >= self._next_examination)
-                for h in self.ownership.states.values()
-                if h.positioned
-            )
+            or time.monotonic() >= self._next_run
         )
 
     def run_once(self, client: Consumer) -> None:
@@ -231,12 +214,13 @@ class Maintenance:
     def _finds_no_topic(self) -> bool:
         return self.absent.issuperset(self._assignment.topics)
 
-    def gone(self, topics: Iterable[str]) -> Exception | None:
-        """Return why nothing more comes from one of the topics: for a while, the cluster has had none of its name."""
-        for error, since in (self._unchecked[topic] for topic in topics if topic in self._unchecked):
-            if isinstance(error, UnknownTopic) and time.monotonic() - since >= SETTLE_SECONDS:
-                return error
-        return None
+    def gone(self) -> dict[str, errors.UnknownTopic]:
+        """Return the topics of whose name the cluster has had none for a while. Safe from any thread."""
+        return {
+            topic: error
+            for topic, (error, since) in self._unchecked.copy().items()
+            if isinstance(error, errors.UnknownTopic) and time.monotonic() - since >= SETTLE_SECONDS
+        }
 
     def move_to_ends(self, *, released: bool = False) -> None:
         """Move the ledger to the ends of logs that are applied, behind what holds no message: commit markers, say.
@@ -288,6 +272,8 @@ class Maintenance:
             topics = {p.topic for p in pending}
             unknown = self._start_offsets.describe(topics)
             self._schedule_recheck(topics - unknown.keys())
+            for topic in topics - unknown.keys():
+                self._unchecked.pop(topic, None)  # one that was waited for is there now
             for topic, error in unknown.items():
                 extra = self._about("topic_unknown") | {"topic": topic}
                 logger.warning("its partitions are ours, and wait: %s", error, extra=extra)
@@ -296,7 +282,7 @@ class Maintenance:
             rows: list[Row] = []
             try:
                 rows = self._unlocked(self._ledger.acquire, wanted)[0] if wanted else []
-            except LedgerRowMissing as missing:
+            except errors.LedgerRowMissing as missing:
                 # Deleted since a moment ago; which one it is, and that it was there, is found out by registering again.
                 logger.warning("looking again: %s", missing, extra=self._about("row_missing", several=wanted))
             self.ownership.acquired(rows)
@@ -314,7 +300,7 @@ class Maintenance:
                 # What could not be started is given back and tried anew.
                 self.ownership.not_started(partitions)
             self._reject(bad)
-        except BrokerUnreachable as error:
+        except errors.BrokerUnreachable as error:
             # Partitions that were acquired before need not wait for a leader of these.
             self._postpone(pending, error)
         if self.ownership.to_acquire():
@@ -322,7 +308,7 @@ class Maintenance:
         else:
             self._postponed = ()
 
-    def _postpone(self, partitions: Iterable[Partition], error: BrokerUnreachable) -> None:
+    def _postpone(self, partitions: Iterable[Partition], error: errors.BrokerUnreachable) -> None:
         """Let partitions wait for an answer of Kafka, so that others stand still for it rarely; tell it once."""
         self.unreachable = str(error)
         now = time.monotonic()
@@ -334,21 +320,21 @@ class Maintenance:
         text = "%s cannot be started now, and will be tried again: %s"
         logger.log(level, text, ", ".join(map(str, names)), error, extra=self._about("start_postponed", several=names))
 
-    def _register(self, partitions: list[Partition]) -> tuple[list[Partition], dict[Partition, StartError]]:
+    def _register(self, partitions: list[Partition]) -> tuple[list[Partition], dict[Partition, errors.StartError]]:
         """Make the rows that are missing; return the partitions that need not wait, and those whose row was lost."""
         try:
             return partitions, self._start_offsets.register(partitions) if partitions else {}
-        except BrokerUnreachable:
+        except errors.BrokerUnreachable:
             topics = sorted({p.topic for p in partitions})
         # Nobody tells where the log of an added partition begins, say: only what has no row yet has to wait for that.
-        bad: dict[Partition, StartError] = {}
+        bad: dict[Partition, errors.StartError] = {}
         ready: list[Partition] = []
         for topic in topics:
             of_topic = [p for p in partitions if p.topic == topic]
             try:
                 bad |= self._start_offsets.register(of_topic)
                 ready += of_topic
-            except BrokerUnreachable as error:
+            except errors.BrokerUnreachable as error:
                 existing = self._ledger.existing(of_topic)
                 ready += sorted(existing)
                 self._postpone(set(of_topic) - existing, error)
@@ -383,7 +369,9 @@ class Maintenance:
                 logger.warning("%s stays locked for now", partition, extra=extra)
         return rows, locked
 
-    def _reject(self, bad: Mapping[Partition, ExactlyOnceError], rows: Mapping[Partition, Row] | None = None) -> None:
+    def _reject(
+        self, bad: Mapping[Partition, errors.ExactlyOnceError], rows: Mapping[Partition, Row] | None = None
+    ) -> None:
         """Leave bad partitions unread and log why, without hurry from the second time on.
 
         :raises ExactlyOnceError: the first of them, where that is asked for; it comes again at the next try.
@@ -409,7 +397,7 @@ class Maintenance:
                 known.pause_seconds = min(2 * known.pause_seconds, _BAD_MOST_SECONDS)
                 known.again_at = now + known.pause_seconds
                 self._log_bad(partition, known.error)
-                if isinstance(known.error, BatchUnreadable):
+                if isinstance(known.error, errors.BatchUnreadable):
                     # The others hold until the row is changed: a log that has grown over an offset that was outside
                     # of it, say, proves nothing.
                     self.ownership.retried([partition])
@@ -421,7 +409,7 @@ class Maintenance:
     def _reject_unreadable(self) -> None:
         """Leave partitions out that cannot be read on, once everything is applied that could be read."""
         bad = {
-            partition: BatchUnreadable(
+            partition: errors.BatchUnreadable(
                 f"{partition} of group {self._ledger.group_id!r}: the client cannot read on at offset "
                 f"{state.next_offset} ({state.unreadable}). If the log is damaged, restore it from a replica, or skip "
                 "what cannot be read with: "
@@ -476,22 +464,27 @@ class Maintenance:
                 self._compare(topic, future)
         if self._asked:
             return
-        self.unreachable = self.unreachable if self.ownership.states else None
-        due = [t for t in sorted({p.topic for p in self.ownership.owned()}) if now >= self._next_recheck.get(t, 0.0)]
+        # One that is subscribed by its name and gone has no partitions any more; one that a pattern found is let go.
+        topics = {p.topic for p in self.ownership.owned()}
+        topics.update(topic for topic in self._assignment.topics if not topic.startswith("^"))
+        self._unchecked = {topic: why for topic, why in self._unchecked.items() if topic in topics}
+        self.unreachable = self.unreachable if topics or self.ownership.states else None
+        due = [topic for topic in sorted(topics) if now >= self._next_recheck.get(topic, 0.0)]
         self._schedule_recheck(due)
         self._asked = self.cluster.ask(due)
 
     def _schedule_recheck(self, topics: Iterable[str]) -> None:
         for topic in topics:
-            seconds = max(RECHECK_SECONDS, self._start_offsets.size(topic) / PARTITIONS_PER_SECOND)
+            known = self._start_offsets.topics.get(topic)
+            seconds = max(RECHECK_SECONDS, known.partitions / PARTITIONS_PER_SECOND if known is not None else 0.0)
             self._next_recheck[topic] = time.monotonic() + seconds * random.uniform(1 - _JITTER, 1)  # noqa: S311
 
     def _compare(self, topic: str, future: Future[Any]) -> None:
         try:
             found = self.cluster.described(topic, future)
-        except (BrokerUnreachable, UnknownTopic) as error:
+        except (errors.BrokerUnreachable, errors.UnknownTopic) as error:
             # Of a topic that is gone Kafka takes the partitions away; one made again has another id.
-            self.unreachable = str(error) if isinstance(error, BrokerUnreachable) else None
+            self.unreachable = str(error) if isinstance(error, errors.BrokerUnreachable) else None
             extra = self._about("topic_unchecked") | {"topic": topic}
             # Asked for every few seconds, by each worker, for as long as a server or the topic is away.
             before, begun = self._unchecked.get(topic, (None, 0.0))
@@ -503,6 +496,7 @@ class Maintenance:
             return
         self.unreachable = None
         self._unchecked.pop(topic, None)
+        self._start_offsets.topics[topic] = found
         bad = {}
         for partition in [p for p in self.ownership.owned() if p.topic == topic]:
             state = self.ownership.states[partition]
@@ -510,7 +504,7 @@ class Maintenance:
             try:
                 self._start_offsets.recheck(partition, state.topic_id, found)
                 state.checked_at = now
-            except TopicRecreated as error:
+            except errors.TopicRecreated as error:
                 told = ""
                 if since is not None:
                     # Which messages of the new topic may have been skipped, and which were applied.
@@ -518,8 +512,8 @@ class Maintenance:
                     if now > since:
                         told += f"; offsets {since} to {now - 1} were applied since, and may be of the new one"
                     if since > 0:
-                        told += f"; of the new one offsets 0 to {since - 1} were not read"
-                bad[partition] = TopicRecreated(f"{error}{told}")
+                        told += f"; of the new one nothing below offset {since} was read"
+                bad[partition] = errors.TopicRecreated(f"{error}{told}")
         self._reject(bad)
 
     def _check_presence(self, client: Consumer) -> None:
@@ -557,7 +551,8 @@ class Maintenance:
         if not owned or time.monotonic() < (self._next_comparison if not new else self._compare_new_from):
             return
         # Kafka first: what this database has committed there, it had stored before.
-        others = [p for p in self._start_offsets.partitions({p.topic for p in owned}) if p not in new]
+        sizes = {p.topic: self._start_offsets.topics[p.topic].partitions for p in owned}
+        others = [p for topic, size in sizes.items() for n in range(size) if (p := Partition(topic, n)) not in new]
         if len(others) > _COMPARED_AT_MOST:
             others = random.sample(others, _COMPARED_AT_MOST)  # another one each time
         asked = [TopicPartition(*p) for p in (*sorted(new), *others)]
@@ -635,10 +630,7 @@ class Maintenance:
             extra = self._about("partition_changed", partition=partition)
             logger.warning("the row of %s was changed: trying to read it again", partition, extra=extra)
         for partition, conflict in conflicts.items():
-            counters = self.commits.counters
-            counters.fenced += conflict is Conflict.FENCED
-            counters.rewound += conflict is Conflict.REWOUND
-            counters.ahead += conflict is Conflict.AHEAD
+            self.commits.counters.count(conflict)
             logger.warning(
                 "%s is not as it was left at offset %s: %s",
                 partition,
@@ -680,7 +672,7 @@ class Maintenance:
                         continue
                     try:
                         moved = self._start_offsets.in_range(rows[0], logs[partition], truncated=is_truncated)
-                    except OffsetOutOfRange as error:
+                    except errors.OffsetOutOfRange as error:
                         self._reject({partition: error})
                         continue
                     if moved is None:

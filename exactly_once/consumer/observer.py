@@ -101,6 +101,7 @@ class Observer:
             reasons += [f"waiting for {', '.join(others)}"] if others else []
             reasons += [f"{partition} is not read: {error}" for partition, error in bad.items()]
             reasons += [unreachable] if unreachable is not None else []
+            reasons += [f"nothing comes of topic {topic}: {error}" for topic, error in self._maintenance.gone().items()]
             reasons += [] if self._maintenance.is_member else ["Kafka has not assigned partitions yet"]
         if not is_alive:
             reasons.append(f"the loop has not polled for {since_poll:.0f} s, which is beyond max.poll.interval.ms")
@@ -153,6 +154,7 @@ _COUNTED: tuple[tuple[m.Metric, tuple[str, ...], _Count], ...] = (
     (m.REDELIVERED, (), lambda s, _: s.counters.redelivered),
     (m.FENCED, (), lambda s, _: s.counters.fenced),
     (m.REWOUND, (), lambda s, _: s.counters.rewound),
+    (m.MISSING, (), lambda s, _: s.counters.missing),
     (m.DEAD_LETTERS, (), lambda s, _: s.counters.dead_letters),
     (m.UNKNOWN_COMMITS, ("committed",), lambda s, _: s.counters.resolved_committed),
     (m.UNKNOWN_COMMITS, ("aborted",), lambda s, _: s.counters.resolved_aborted),

@@ -165,7 +165,7 @@ class Ownership:
         self.releases: list[tuple[Partition, UUID]] = []
         # Moves to the end of the log of partitions that are to be released; to be made before that.
         self.last_ends: list[Advance] = []
-        # Whether anything in the ``to_…`` methods or :attr:`releases` may have to be done.
+        # Whether anything in the ``to_…`` methods or :attr:`releases` may have to be done, or a partition be examined.
         self.has_changed = True
         # Whether no :meth:`changing` was cut short; :meth:`invalidate_all` makes it sound again.
         self.is_sound = True
@@ -265,13 +265,13 @@ class Ownership:
         """Take note that the client could not read on at its offset, for a reason that is still to be found."""
         state = self.deliverable(partition)
         if state is not None:
-            state.suspect = reason
+            state.suspect, self.has_changed = reason, True
 
     def unreadable(self, partition: Partition, reason: str) -> None:
         """Take note that the client cannot read on; what was fetched before is applied."""
         state = self.deliverable(partition)
         if state is not None and state.unreadable is None:
-            state.unreadable = reason
+            state.unreadable, self.has_changed = reason, True
 
     def positioned(self, partitions: Iterable[Partition]) -> None:
         """Take note that the client now fetches from the expected offset."""

@@ -16,7 +16,7 @@ from confluent_kafka import Message
 
 from exactly_once._log import about, named, text_of
 from exactly_once._model import Partition
-from exactly_once.errors import PoisonMessage, Redelivered, TransactionAborted
+from exactly_once.errors import PoisonMessage, Redelivered, SchemaTooOld, TransactionAborted
 from exactly_once.ledger.dead_letters import DeadLetterLimit, enforce
 from exactly_once.ledger.outcome import IN_FAILED_TRANSACTION, Fault, attribute_of, may_be_data, sqlstate_of
 from exactly_once.ledger.retry import Stop
@@ -55,11 +55,8 @@ class _Suspect:
     def place(self) -> str:
         return f"{self.partition} offset {self.offset}"
 
-    def is_in(self, unit: Unit, at: int) -> bool:
+    def is_in(self, unit: Unit, at: int = 0) -> bool:
         return _place_of(unit, at) == (self.partition, self.offset)
-
-    def is_only_one_of(self, unit: Unit) -> bool:
-        return len(unit.sent) == 1 and self.is_in(unit, 0)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -111,10 +108,9 @@ class Service:
         if self._doubts:
             if not self._decide(unit):
                 return True
-        elif suspect is not None and suspect.poison is not None and suspect.is_only_one_of(unit):
-            (message,) = unit.sent.messages
+        elif suspect is not None and suspect.poison is not None and len(unit.sent) == 1 and suspect.is_in(unit):
             with unit:
-                self._dispose(unit, message, suspect)
+                self._dispose(unit, unit.sent.messages[0], suspect)
             self._log_dead_letter(unit, suspect)
         elif self._apply(unit):
             self._has_committed = True
@@ -145,11 +141,7 @@ class Service:
         except Exception as error:
             is_alone = len(unit.sent) == 1  # whatever the handler has left in ``unit.messages``
             if is_alone:
-                known = self._suspect
-                if known is None or not known.is_only_one_of(unit):
-                    known = _Suspect(*_place_of(unit))
-                self._suspect = suspect = known
-                suspect.tries += 1
+                suspect = self._tried(unit)
             # Where others of the same batch were applied, it was not a table or a grant that is missing.
             has_committed = self._has_committed and self._is_searched(unit)
             is_data = _is_doubtful(unit, error) and (not is_alone or has_committed)
@@ -188,6 +180,13 @@ class Service:
             logger.warning("an error named %s offset %s, which was applied all the same", *self._named, extra=extra)
             self._named = None
         return True
+
+    def _tried(self, unit: Unit, at: int = 0) -> _Suspect:
+        """Count a try of the message there, be it the suspect of before or another one."""
+        if self._suspect is None or not self._suspect.is_in(unit, at):
+            self._suspect = _Suspect(*_place_of(unit, at))
+        self._suspect.tries += 1
+        return self._suspect
 
     def _refuse(self, suspect: _Suspect, error: Exception) -> None:
         """Return if a message that the handler has failed with alone is to become a dead letter.
@@ -241,16 +240,12 @@ class Service:
             # What on_poison raises says nothing about the message that the handler was to be called with.
             if not is_tried or not (unit.fault is Fault.HANDLER or _is_doubtful(unit, another)):
                 raise
-            known = self._suspect
-            if known is None or not known.is_in(unit, len(doubts)):
-                known = _Suspect(*_place_of(unit, len(doubts)))
-            self._suspect = known
-            known.tries += 1
+            suspect = self._tried(unit, len(doubts))
             if unit.fault is Fault.HANDLER:
-                known.failures += 1
-                self._refuse(known, another)
-            known.poison = another
-            self._doubts = [*doubts, known]
+                suspect.failures += 1
+                self._refuse(suspect, another)
+            suspect.poison = another
+            self._doubts = [*doubts, suspect]
             return False
         self._has_committed = True
         for suspect in doubts:
@@ -350,7 +345,7 @@ def stopping_on_signals(stop: Callable[[], None], stop_seconds: float) -> Iterat
 
 def _is_doubtful(unit: Unit, error: Exception) -> bool:
     """Tell whether an error may be one message's own, or one that every message meets."""
-    return unit.fault is Fault.OTHER and may_be_data(error)
+    return unit.fault is Fault.OTHER and may_be_data(error) and not isinstance(error, SchemaTooOld)
 
 
 def _place_of(unit: Unit, index: int = 0) -> tuple[Partition, int]:

@@ -20,7 +20,6 @@ from exactly_once.ledger.retry import at_start
 from exactly_once.ledger.rows import Ledger
 from exactly_once.ledger.session import Session, address, execute, last_row
 from exactly_once.ledger.stale_owners import StaleBackendTerminator
-from exactly_once.ledger.store import LedgerStore
 
 from .client import Closing
 from .options import Options
@@ -54,7 +53,7 @@ def check_database(session: Session, options: Options) -> None:
         schemas.check(connection, options.schema)
 
     try:
-        with naming_grants(options.schema):
+        with explaining(session):
             at_start(
                 look, seconds=options.startup_seconds, what=f"Postgres at {options.database}", group_id=options.group_id
             )
@@ -64,15 +63,22 @@ def check_database(session: Session, options: Options) -> None:
 
 
 @contextlib.contextmanager
-def naming_grants(schema: str) -> Iterator[None]:
-    """Add to what the server refuses in the block, which holds statements of the library only, what mends it."""
+def explaining(session: Session) -> Iterator[None]:
+    """Say of what the server refuses in the block, which holds statements of the library only, what mends it.
+
+    :raises SchemaTooOld: where the schema is gone since the start.
+    """
     try:
         yield
     except psycopg.errors.InsufficientPrivilege as error:
         error.add_note(
             "the role of the connection lacks grants, or a policy of row-level security keeps it out. exactly-once "
-            f"migrate --schema {schema} --role NAME gives a role all grants that it needs, or prints them (--sql)"
+            f"migrate --schema {session.schema} --role NAME gives a role all grants that it needs, or prints them "
+            "(--sql)"
         )
+        raise
+    except psycopg.Error as error:
+        schemas.refuse_lost(session, error)
         raise
 
 
@@ -167,7 +173,7 @@ class Servers:
     """What a consumer reaches servers by; the simulator of the tests puts its own in place of each."""
 
     session: Callable[..., Session] = Session
-    ledger: Callable[..., LedgerStore] = Ledger
+    ledger: Callable[..., Ledger] = Ledger
     terminator: Callable[..., StaleBackendTerminator] = StaleBackendTerminator
     cluster: Callable[..., Cluster] = Cluster
     client: Callable[[dict[str, Any]], Consumer] = Consumer

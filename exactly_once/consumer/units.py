@@ -106,11 +106,13 @@ class Units:
 
     def _gone(self) -> Exception | None:
         """Return why an end that is waited for cannot come, if its topic is gone."""
-        if not self.until_end and self._idle_seconds is None:
+        if (not self.until_end and self._idle_seconds is None) or not (gone := self._maintenance.gone()):
             return None
-        states = self._ownership.states
-        left = {p.topic for p, h in states.items() if h.positioned and (h.stop_at is None or h.applied < h.stop_at)}
-        return self._maintenance.gone(left)
+        for partition, state in self._ownership.states.items():
+            is_left = state.positioned and (state.stop_at is None or state.applied < state.stop_at)
+            if is_left and partition.topic in gone:
+                return gone[partition.topic]
+        return None
 
     def has_read_all(self, until: Callable[[PartitionState], int] = lambda state: state.read) -> bool:
         """Tell whether nothing more is to come before the ends, be it applied or not.

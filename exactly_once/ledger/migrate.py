@@ -2,16 +2,25 @@
 
 from __future__ import annotations
 
+import psycopg
 from psycopg import sql
 
 from exactly_once.errors import ConfigurationError, SchemaTooNew, SchemaTooOld
 
 from .commands import DEFAULT_SCHEMA, command
-from .session import Connection, address, cursor_on, execute, last_row
+from .outcome import driver_error
+from .session import Connection, Session, address, cursor_on, execute, last_row
 from .sql import grants, latest, migrations, query
 
 # The version of the schema that this release was written for.
 VERSION = latest()
+# How the server refuses statements of the library where its schema is not there, or is an older one.
+_NOT_THERE = (
+    psycopg.errors.UndefinedTable,
+    psycopg.errors.UndefinedColumn,
+    psycopg.errors.UndefinedFunction,
+    psycopg.errors.InvalidSchemaName,
+)
 
 
 def migrate(connection: Connection, schema: str = DEFAULT_SCHEMA) -> list[int]:
@@ -59,6 +68,25 @@ def check(connection: Connection, schema: str = DEFAULT_SCHEMA) -> None:
             f"Run: {command('migrate', None, schema)} --conninfo ..., or pass migrate=True{other}"
         )
     _refuse_too_new(connection, schema, found)
+
+
+def refuse_lost(session: Session, error: BaseException) -> None:
+    """Say what happened if ``error`` comes from a schema that is gone behind a good start; else return.
+
+    :raises SchemaTooOld: saying what mends it.
+    """
+    if not isinstance(driver_error(error), _NOT_THERE):
+        return
+    try:
+        check(session.connection, session.schema)
+    except psycopg.Error:
+        return  # who cannot be asked now is asked again
+    except SchemaTooOld as old:
+        raise SchemaTooOld(
+            f"{old}. It was right when this process started: the database went back to a time before, by a failover "
+            "or a restore, or the connection leads to another one now. Go on from a copy that has the schema; if this "
+            "one is to be the database, its ledger begins anew, and the next start says what Kafka has of its offsets"
+        ) from error
 
 
 def _refuse_too_new(connection: Connection, schema: str, found: tuple[int, int]) -> None:

@@ -8,37 +8,22 @@ from dataclasses import replace
 from datetime import datetime
 from typing import NamedTuple
 
+from exactly_once import errors
 from exactly_once._log import about
 from exactly_once._model import Partition, RangePolicy, Row, StartPolicy
-from exactly_once.errors import (
-    BrokerUnreachable,
-    ClusterChanged,
-    LedgerRowMissing,
-    LogTruncated,
-    NoCommittedOffset,
-    OffsetBelowLogStart,
-    OffsetBeyondLogEnd,
-    OffsetOutOfRange,
-    OffsetsNotAdopted,
-    PartitionHalted,
-    StartError,
-    TopicRecreated,
-    UnknownTopic,
-)
 from exactly_once.kafka.admin import Cluster, Topic
 from exactly_once.kafka.origin import Origin, Relation, relate
 
 from .commands import command, reset_command
-from .rows import row_missing
+from .rows import Ledger, row_missing
 from .session import address
-from .store import LedgerStore
 
 logger = logging.getLogger(__name__)
 
 Range = tuple[int, int]
 
 # What is wrong with one partition and says nothing about the others of the member.
-_OF_ONE_PARTITION = (LedgerRowMissing, PartitionHalted, OffsetOutOfRange, TopicRecreated)
+_OF_ONE_PARTITION = (errors.LedgerRowMissing, errors.PartitionHalted, errors.OffsetOutOfRange, errors.TopicRecreated)
 
 
 _FOREIGN = {
@@ -52,10 +37,10 @@ class Checked(NamedTuple):
     """What came of acquired rows; those in none were taken by somebody else meanwhile."""
 
     ready: list[Row]
-    bad: dict[Partition, StartError]
+    bad: dict[Partition, errors.StartError]
     postponed: list[Partition]
     """Those whose logs no leader tells of now."""
-    trouble: BrokerUnreachable | None
+    trouble: errors.BrokerUnreachable | None
     """Why that is so."""
 
 
@@ -63,14 +48,15 @@ class StartOffsets:
     """Registers topics, and turns acquired rows into rows that may be read from."""
 
     def __init__(
-        self, ledger: LedgerStore, cluster: Cluster, *, start: StartPolicy | None, on_out_of_range: RangePolicy
+        self, ledger: Ledger, cluster: Cluster, *, start: StartPolicy | None, on_out_of_range: RangePolicy
     ) -> None:
         self._ledger = ledger
         self._cluster = cluster
         self._group_id = ledger.group_id
         self._start = start
         self._on_out_of_range = on_out_of_range
-        self._topics: dict[str, Topic] = {}  # by name, as they were described or checked last
+        # By name, as they were described last; maintenance writes what it finds when it asks for their ids again.
+        self.topics: dict[str, Topic] = {}
         # The topics that ``start`` is about, or None for all; others were found later, and are read from the start.
         self.first_topics: frozenset[str] | None = None
         # Programs that were told of as applying messages of this group, too.
@@ -80,22 +66,18 @@ class StartOffsets:
         """End the connections to Kafka."""
         self._cluster.close()
 
-    def describe(self, topics: Iterable[str]) -> dict[str, UnknownTopic]:
+    def describe(self, topics: Iterable[str]) -> dict[str, errors.UnknownTopic]:
         """Learn identity and size of topics, which are used until the next call; return those that are unknown."""
         self._cluster.identify()
-        unknown: dict[str, UnknownTopic] = {}
+        unknown: dict[str, errors.UnknownTopic] = {}
         for name, answer in self._cluster.ask(topics).items():
             try:
-                self._topics[name] = self._cluster.described(name, answer)
-            except UnknownTopic as error:
+                self.topics[name] = self._cluster.described(name, answer)
+            except errors.UnknownTopic as error:
                 unknown[name] = error
         return unknown
 
-    def size(self, topic: str) -> int:
-        """Return how many partitions a topic had when it was described last; 0 if it never was."""
-        return self._topics[topic].partitions if topic in self._topics else 0
-
-    def register(self, partitions: Sequence[Partition]) -> dict[Partition, StartError]:
+    def register(self, partitions: Sequence[Partition]) -> dict[Partition, errors.StartError]:
         """Make the rows that are missing, for whole topics at once; return the partitions whose row was lost.
 
         :raises OffsetsNotAdopted: when Kafka holds offsets for a topic that the ledger does not know, and
@@ -107,16 +89,16 @@ class StartOffsets:
         topics = {p.topic for p in wanted}
         have, had = self._ledger.known(topics)
         made: dict[Partition, int | None] = {}
-        bad: dict[Partition, StartError] = {}
+        bad: dict[Partition, errors.StartError] = {}
         stored = self._ledger.topic_ids({p.topic for p in have})
         for partition in wanted:
             # Some look as if they had been added, and belong to a topic that was made again.
-            found, known = self._topics[partition.topic].topic_id, stored.get(partition.topic, set())
+            found, known = self.topics[partition.topic].topic_id, stored.get(partition.topic, set())
             if found is not None and known and found not in known:
                 bad[partition] = self._recreated(partition, min(known), found)
         for topic in sorted(topics - {p.topic for p in bad}):
             rows = {p for p in have if p.topic == topic}
-            numbers = range(max(self._topics[topic].partitions, *(p.number + 1 for p in wanted if p.topic == topic)))
+            numbers = range(max(self.topics[topic].partitions, *(p.number + 1 for p in wanted if p.topic == topic)))
             missing = {Partition(topic, n) for n in numbers} - rows
             # All rows of a topic are made at once: one that lacks below the highest number was there.
             lost = {p for p in missing if p in had or (p in wanted and p.number < len(rows))}
@@ -131,7 +113,7 @@ class StartOffsets:
                 # Added or found later: whatever arrived before somebody was assigned to it must not be missed.
                 made |= {p: low for p, (low, _) in self._cluster.ranges(new).items()}
         if made:
-            ids = {topic: found.topic_id for topic, found in self._topics.items()}
+            ids = {topic: found.topic_id for topic, found in self.topics.items()}
             self._ledger.register(made, cluster_id=self._cluster.cluster_id, topic_ids=ids)
         return bad
 
@@ -167,7 +149,7 @@ class StartOffsets:
                 extra=about("group_collision", group=self._group_id, several=partitions),
             )
         checked: list[Row] = []
-        bad: dict[Partition, StartError] = {}
+        bad: dict[Partition, errors.StartError] = {}
         for row in rows:
             try:
                 checked.append(self.identified(row))
@@ -181,7 +163,7 @@ class StartOffsets:
         for row in [row for row in checked if row.next_offset is not None] + self._choose(new, ranges):
             try:
                 moved = self.in_range(row, ranges[row.partition])
-            except OffsetOutOfRange as error:
+            except errors.OffsetOutOfRange as error:
                 bad[row.partition] = error
             else:
                 ready += [] if moved is None else [moved]
@@ -198,18 +180,18 @@ class StartOffsets:
         assert offset is not None
         place = f"{row.partition} of group {self._group_id!r}: the ledger stands at offset {offset}"
         mend = f"Choose where to go on: {self._reset(row.partition)}, or set on_out_of_range="
-        error: OffsetOutOfRange
+        error: errors.OffsetOutOfRange
         if offset < low:
-            error = OffsetBelowLogStart(
+            error = errors.OffsetBelowLogStart(
                 f"{place}, the log starts at {low}: retention removed {low - offset} offsets "
                 f"before they were applied. {mend}"
             )
         elif offset > high:
-            error = OffsetBeyondLogEnd(
+            error = errors.OffsetBeyondLogEnd(
                 f"{place}, the log ends at {high}: it was truncated, recreated or belongs elsewhere. {mend}"
             )
         elif truncated:
-            error = LogTruncated(
+            error = errors.LogTruncated(
                 f"{place} (leader epoch {row.leader_epoch}), but the log was rewritten below it after an unclean "
                 f"leader election; effects of messages that are gone stay. {mend}"
             )
@@ -247,7 +229,7 @@ class StartOffsets:
                 assert origin is not None
                 here = f"{address(self._ledger.session.connection)} (ledger {own.ledger_id}, server {own.server}"
                 there = f"ledger {origin.ledger_id}, server {origin.server}, timeline {origin.timeline}"
-                raise OffsetsNotAdopted(
+                raise errors.OffsetsNotAdopted(
                     f"{partition} of group {self._group_id!r}: the ledger in {here}, timeline {own.timeline}) is at "
                     f"offset {next_offset}; Kafka holds offset {offset}, committed by {_FOREIGN[relation]} ({there}). "
                     "Look at the connection string and the schema, and stop the workers of one of the two or give them "
@@ -257,22 +239,17 @@ class StartOffsets:
             rewound.add(partition)
         return rewound.intersection(partitions)
 
-    def partitions(self, topics: Iterable[str]) -> list[Partition]:
-        """Return all partitions of topics that were described."""
-        return [Partition(topic, number) for topic in topics for number in range(self._topics[topic].partitions)]
-
     def recheck(self, partition: Partition, topic_id: str | None, found: Topic) -> None:
         """Compare the id of a partition's topic, asked for again, with the one that it was started with.
 
         :raises TopicRecreated: when it is another topic by now.
         """
-        self._topics[partition.topic] = found
         if None not in (found.topic_id, topic_id) and topic_id != found.topic_id:
             raise self._recreated(partition, topic_id, found.topic_id)
 
     def _is_adopted(self, topic: str) -> bool:
         """Tell whether the offsets that Kafka holds are where to go on from; refuse them where nobody has said so."""
-        committed = self._cluster.committed(self._group_id, topic, self._topics[topic].partitions)
+        committed = self._cluster.committed(self._group_id, topic, self.topics[topic].partitions)
         mirrored = any(found.is_mirrored for found in committed.values())
         # Asked again, because a member that started a moment ago mirrors its offsets to Kafka.
         if not committed or self._ledger.known([topic])[0]:
@@ -281,7 +258,7 @@ class StartOffsets:
             # A group of which a consumer of another kind still is a member: it would go on applying.
             others = self._cluster.foreign_members(self._group_id) if self._start == "committed" else []
             if others:
-                raise OffsetsNotAdopted(
+                raise errors.OffsetsNotAdopted(
                     f'start="committed" adopts group {self._group_id!r} for topic {topic!r}, but members that are none '
                     f"of this library's are still in it: {', '.join(others)}. Stop every one of them first; Kafka "
                     "counts one that was killed for its session.timeout.ms more. Ours are known by their client.id"
@@ -289,14 +266,14 @@ class StartOffsets:
             return self._start == "committed"
         if mirrored:
             origins = {found.origin.ledger_id for found in committed.values() if found.origin is not None}
-            raise OffsetsNotAdopted(
+            raise errors.OffsetsNotAdopted(
                 f"Kafka holds offsets that this library mirrored for group {self._group_id!r} and topic {topic!r}, but "
                 "the ledger has no rows: it was lost, or this is another database or schema (here is ledger "
                 f"{self._ledger.origin().ledger_id} in {address(self._ledger.session.connection)}, Kafka's are of "
                 f"ledger {', '.join(sorted(origins)) or 'of an unknown id'}). Find out which messages "
                 f"took effect here, then: {self._command('reset', topic, '--to-earliest')} (or --to-latest, --to-time)"
             )
-        raise OffsetsNotAdopted(
+        raise errors.OffsetsNotAdopted(
             f"Kafka holds committed offsets of group {self._group_id!r} for topic {topic!r} "
             f"({len(committed)} partitions), the ledger has none. Stop every old member of the group, then say "
             'start="committed" to go on from there, or start="earliest" to read everything again'
@@ -305,14 +282,14 @@ class StartOffsets:
     def identified(self, row: Row) -> Row:
         """Compare a row's ids with the cluster's; fill in those that had been unknown."""
         refuse_halted(self._group_id, self._ledger.session.schema, row)
-        cluster_id, topic_id = self._cluster.cluster_id, self._topics[row.partition.topic].topic_id
+        cluster_id, topic_id = self._cluster.cluster_id, self.topics[row.partition.topic].topic_id
         if row.cluster_id is not None and cluster_id is not None and row.cluster_id != cluster_id:
-            raise ClusterChanged(
+            raise errors.ClusterChanged(
                 f"{row.partition} of group {self._group_id!r}: the ledger belongs to cluster {row.cluster_id}, "
                 f"this is cluster {cluster_id}. Check bootstrap.servers; "
                 f"if the topic really moved: {self._command('adopt', row.partition.topic)}"
             )
-        self.recheck(row.partition, row.topic_id, self._topics[row.partition.topic])
+        self.recheck(row.partition, row.topic_id, self.topics[row.partition.topic])
         if row.topic_id is None and topic_id is not None:
             assert row.owner_token is not None
             self._ledger.identify({row.partition: row.owner_token}, topic_id, cluster_id=cluster_id)
@@ -331,14 +308,20 @@ class StartOffsets:
         elif self._start == "committed":
             found: dict[Partition, tuple[int, int | None]] = {}
             for topic in {p.topic for p in partitions}:
-                held = self._cluster.committed(self._group_id, topic, self._topics[topic].partitions)
+                held = self._cluster.committed(self._group_id, topic, self.topics[topic].partitions)
                 found |= {p: (c.offset, c.leader_epoch) for p, c in held.items() if not c.is_mirrored}
             for partition in partitions:
                 low, high = ranges[partition]
                 if partition not in found and low < high:
-                    raise NoCommittedOffset(
+                    others = ""
+                    if not any(p.topic == partition.topic for p in found):  # else what they have would come again
+                        others = (
+                            " It holds none of the whole topic: leave start= out to read it from its start, or give "
+                            '"earliest", "latest" or a datetime with a time zone.'
+                        )
+                    raise errors.NoCommittedOffset(
                         f'start="committed", but Kafka holds no offset of group {self._group_id!r} for {partition}, '
-                        f"whose log has offsets {low} to {high}. Choose one with: {self._reset(partition)}"
+                        f"whose log has offsets {low} to {high}.{others} Choose one with: {self._reset(partition)}"
                     )
             chosen |= {p: found[p] for p in partitions if p in found}
         started = [
@@ -347,8 +330,8 @@ class StartOffsets:
         ours = self._ledger.start(started)
         return [row for row in started if row.partition in ours]
 
-    def _recreated(self, partition: Partition, stored: str | None, found: str | None) -> TopicRecreated:
-        return TopicRecreated(
+    def _recreated(self, partition: Partition, stored: str | None, found: str | None) -> errors.TopicRecreated:
+        return errors.TopicRecreated(
             f"{partition} of group {self._group_id!r}: the ledger belongs to topic id {stored}, the topic of that name "
             f"now has id {found}: it was deleted and made again. To read the new one: "
             + self._command("adopt", partition.topic, "--to-earliest")
@@ -367,7 +350,7 @@ def refuse_halted(group_id: str, schema: str, row: Row) -> None:
     :raises PartitionHalted: saying why.
     """
     if row.halted is not None:
-        raise PartitionHalted(
+        raise errors.PartitionHalted(
             f"{row.partition} of group {group_id!r} is halted at offset {row.next_offset}: {row.halted}. "
             f"Decide which offset is right, then: {reset_command(group_id, schema, row.partition)}"
         )

@@ -109,6 +109,12 @@ REWOUND = Metric(
     "times",
     "Times that the ledger was behind what had been committed: the database lost commits in a failover.",
 )
+MISSING = Metric(
+    "exactly_once_missing_rows_total",
+    "counter",
+    "times",
+    "Times that the ledger had no row of a partition any more: it was deleted, or a failover lost it.",
+)
 UNKNOWN_COMMITS = Metric(
     "exactly_once_unknown_commits_total",
     "counter",

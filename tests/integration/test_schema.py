@@ -12,7 +12,15 @@ import psycopg
 import pytest
 from psycopg import sql
 
-from exactly_once import ConfigurationError, ExactlyOnceConsumer, SchemaTooNew, SchemaTooOld
+from exactly_once import (
+    ConfigurationError,
+    ExactlyOnceConsumer,
+    OffsetsNotAdopted,
+    SchemaTooNew,
+    SchemaTooOld,
+    Unit,
+)
+from exactly_once.consumer.unit import apply
 from exactly_once.ledger.migrate import VERSION, as_sql, check, migrate
 from tests.conftest import MakeConsumer
 from tests.support.roles import as_role
@@ -147,6 +155,43 @@ def test_the_printed_sql_makes_a_schema_that_serves_a_role_with_nothing_else(
     finally:
         with psycopg.connect(conninfo, autocommit=True) as connection:
             connection.execute(sql.SQL("DROP OWNED BY {0}; DROP ROLE {0}").format(sql.Identifier(role)))
+
+
+@pytest.mark.parametrize("where", ["unit", "run", "between units"])
+def test_a_schema_that_is_gone_behind_a_good_start_is_told_with_what_mends_it(  # noqa: PLR0917 - fixtures
+    where: str, conninfo: str, schema: str, bootstrap_servers: str, make_consumer: MakeConsumer, name: str
+) -> None:
+    """As behind a failover to a time before it was made; a handler is not at fault, nor is a message."""
+    create_topic(bootstrap_servers, 1, name=name)
+    produce(bootstrap_servers, name, 5, 1)
+    consumer = make_consumer(schema=schema, migrate=True)
+    consumer.subscribe([name])
+    for unit in consumer.units(until_end=True):
+        with unit:
+            unit.execute("SELECT 1")
+    calls = 0
+
+    def handler(unit: Unit) -> None:
+        nonlocal calls
+        calls += 1
+        unit.execute("SELECT 1")
+        _drop(conninfo, schema)
+
+    told = rf"schema '{schema}' in .*: there is none.*exactly-once migrate --schema {schema}.*a failover or a restore"
+    if where == "between units":
+        _drop(conninfo, schema)
+        with pytest.raises(SchemaTooOld, match=told):
+            list(consumer.units(idle_seconds=60))
+    else:
+        produce(bootstrap_servers, name, 5, 1, start=5)
+        with pytest.raises(SchemaTooOld, match=told):
+            consumer.run(handler) if where == "run" else apply(handler, next(iter(consumer)))
+        assert calls == 1
+    consumer.close()
+    again = make_consumer(schema=schema, migrate=True)
+    again.subscribe([name])
+    with pytest.raises(OffsetsNotAdopted, match="the ledger has no rows"):
+        next(iter(again))
 
 
 def _drop(conninfo: str, schema: str) -> None:

@@ -157,10 +157,19 @@ def test_committed_without_an_offset_of_a_filled_log_is_an_error(
     offsets: Callable[[], list[int | None]],
 ) -> None:
     commit_to_kafka(bootstrap_servers, name, topic, {0: 4, 2: 0})
-    with pytest.raises(NoCommittedOffset, match=rf"{topic}\[1\].*0 to 10.*--partition 1 --to-offset"):
+    with pytest.raises(NoCommittedOffset, match=rf"{topic}\[1\].*0 to 10. Choose one .*--partition 1 --to-offset"):
         consume(start="committed")
     assert offsets() == [None, None, None], "a partition was started although another could not be"
     assert consume(start="earliest") == 30
+
+
+def test_committed_where_kafka_has_nothing_of_the_group_says_what_else_start_takes(
+    consume: Callable[..., int], topic: str
+) -> None:
+    told = rf"{topic}\[0\].*0 to 10. It holds none of the whole topic: leave start= out.*latest.*--to-offset"
+    with pytest.raises(NoCommittedOffset, match=told):
+        consume(start="committed")
+    assert consume() == 30
 
 
 def test_offsets_in_kafka_without_start_are_refused(

@@ -18,7 +18,7 @@ from tests.conftest import PROTOCOLS, MakeConsumer
 from tests.integration.conftest import MakeScene
 from tests.integration.scene import Scene
 from tests.observe.conftest import Run
-from tests.support.topics import create_topic
+from tests.support.topics import create_topic, delete_topic
 from tests.support.waiting import until
 from tests.support.worker import record
 
@@ -81,8 +81,10 @@ def test_before_subscribe_and_after_close_it_is_not_ready(scene: Scene, make_con
     next(iter(consumer))
     assert consumer.health().is_ready
     consumer.close()
-    assert consumer.health().reasons == ("it is stopping or has ended",)
-    assert consumer.health().is_alive
+    health = consumer.health()
+    assert health.reasons == ("it is stopping or has ended",)
+    assert health.is_alive
+    assert (health.owned, health.waiting) == ((), ()), "its rows are released"
 
 
 def test_a_database_that_is_away_makes_it_unready_and_never_dead(make_scene: MakeScene, run: Run) -> None:
@@ -171,6 +173,29 @@ def test_a_member_that_has_nothing_to_do_is_ready(
         return all(health.is_ready for health in found) and sorted(len(health.owned) for health in found) == [0, 1]
 
     until(settled, 20, "both to be ready, one of them with nothing")
+
+
+def test_a_topic_of_the_subscription_that_is_gone_is_the_reason(
+    make_consumer: MakeConsumer,
+    bootstrap_servers: str,
+    run: Run,
+    protocol: dict[str, Any],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Also when Kafka has taken its partitions away, so that none is missed."""
+    monkeypatch.setattr(maintenance, "RECHECK_SECONDS", 0.5)
+    monkeypatch.setattr(maintenance, "SETTLE_SECONDS", 1.0)
+    kept, gone = create_topic(bootstrap_servers, 1), create_topic(bootstrap_servers, 1)
+    consumer = make_consumer({**protocol, "topic.metadata.refresh.interval.ms": 300})
+    consumer.subscribe([kept, gone])
+    run(consumer, lambda: consumer.run(handler))
+    until(lambda: len(until_ready(consumer).owned) == 2, 30, "both partitions")
+    delete_topic(bootstrap_servers, gone)
+    until(lambda: consumer.health().owned == ((kept, 0),), 60, "its partition to be taken away")
+    health = until_unready(consumer)
+    assert health.owned == ((kept, 0),)
+    assert len(health.reasons) == 1
+    assert f"nothing comes of topic {gone}: there is no topic" in health.reasons[0]
 
 
 @pytest.mark.parametrize("protocol", ["eager", "cooperative"])

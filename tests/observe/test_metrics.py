@@ -13,7 +13,7 @@ import psycopg
 import pytest
 from confluent_kafka import Producer, TopicPartition
 
-from exactly_once import ExactlyOnceConsumer, Fenced, LedgerRewound, Redelivered, Unit
+from exactly_once import ExactlyOnceConsumer, Fenced, LedgerRewound, LedgerRowMissing, Redelivered, Unit
 from exactly_once.metrics import table as m
 from exactly_once.metrics.prometheus import PrometheusMetrics
 from exactly_once.metrics.table import METRICS, Metric, Read
@@ -62,7 +62,7 @@ def test_a_quiet_run_shows_what_was_committed(scene: Scene, metrics: PrometheusM
     assert found.value(m.COMMIT_SECONDS, "_count", **labels) == units
     assert 0 < found.value(m.COMMIT_SECONDS, "_sum", **labels) < found.value(m.UNIT_SECONDS, "_sum", **labels)
     assert (found.value(m.OWNED, **labels), found.value(m.WAITING, **labels)) == (1, 0)
-    for metric in (m.REDELIVERED, m.FENCED, m.REWOUND, m.DEAD_LETTERS, m.GAPS):
+    for metric in (m.REDELIVERED, m.FENCED, m.REWOUND, m.MISSING, m.DEAD_LETTERS, m.GAPS):
         assert found.value(metric, **labels) == 0
     assert found.values(m.DROPPED) == [0, 0]
     assert found.values(m.UNKNOWN_COMMITS) == [0, 0, 0]
@@ -193,6 +193,28 @@ def test_a_failover_that_lost_commits_is_counted_as_rewound(
         assert unit.messages[0].offset() == 12
     assert page().value(m.REWOUND) == 2
     assert [fields(r)["offset"] for r in caplog.records if fields(r).get("action") == "rewound"] == [20]
+
+
+@pytest.mark.parametrize("is_in_unit", [True, False])
+def test_a_row_that_is_gone_is_counted_as_missing(
+    *, is_in_unit: bool, scene: Scene, metrics: PrometheusMetrics, look: Look
+) -> None:
+    """In a unit, and, after the traffic has ended, by the look at the rows."""
+    consumer = scene.consumer(metrics=metrics, stop_on_bad_partition=True)
+    page = look(consumer)
+    delete = "DELETE FROM exactly_once.ledger WHERE group_id = %s RETURNING 1"
+    if is_in_unit:
+        with pytest.raises(Redelivered, match="somebody deleted it"), next(iter(consumer)) as unit:
+            record(unit, "test")
+            scene.query(delete)
+    else:
+        scene.drain(consumer)
+        scene.query(delete)
+    with pytest.raises(LedgerRowMissing):
+        list(consumer.units(idle_seconds=60))
+    consumer.close()
+    assert page().value(m.MISSING) == 1
+    assert (page().value(m.FENCED), page().value(m.REWOUND)) == (0, 0)
 
 
 def test_unknown_commits_are_counted_by_what_was_found_out(

@@ -52,7 +52,6 @@ PURE = {
     "kafka.origin": set[str](),
     "ledger.conflict": set[str](),
     "ledger.outcome": {"psycopg", "re"},
-    "ledger.store": set[str](),
     "metrics.health": set[str](),
     "metrics.table": set[str](),
 }
