@@ -31,9 +31,10 @@ from exactly_once.ledger.outcome import (
     sqlstate_of,
 )
 from exactly_once.ledger.retry import retry_for
-from exactly_once.ledger.rows import LOCK_SECONDS, Ledger, row_missing
+from exactly_once.ledger.rows import LOCK_SECONDS, row_missing
 from exactly_once.ledger.session import Connection, is_lost
 from exactly_once.ledger.stale_owners import StaleBackendTerminator
+from exactly_once.ledger.store import LedgerStore
 
 from .buffer import FetchBuffer
 from .outcomes import LOST, Decision, Rows, decide
@@ -101,7 +102,7 @@ class CommitProtocol:
     """Begins, commits, undoes and resolves the units of one consumer."""
 
     def __init__(
-        self, ledger: Ledger, buffer: FetchBuffer, terminator: StaleBackendTerminator, *, max_messages: int
+        self, ledger: LedgerStore, buffer: FetchBuffer, terminator: StaleBackendTerminator, *, max_messages: int
     ) -> None:
         self.ledger = ledger
         self.buffer = buffer

@@ -20,6 +20,7 @@ from exactly_once.ledger.retry import at_start
 from exactly_once.ledger.rows import Ledger
 from exactly_once.ledger.session import Session, address, execute, last_row
 from exactly_once.ledger.stale_owners import StaleBackendTerminator
+from exactly_once.ledger.store import LedgerStore
 
 from .client import Closing
 from .options import Options
@@ -173,7 +174,7 @@ class Servers:
     """What a consumer reaches servers by; the simulator of the tests puts its own in place of each."""
 
     session: Callable[..., Session] = Session
-    ledger: Callable[..., Ledger] = Ledger
+    ledger: Callable[..., LedgerStore] = Ledger
     terminator: Callable[..., StaleBackendTerminator] = StaleBackendTerminator
     cluster: Callable[..., Cluster] = Cluster
     client: Callable[[dict[str, Any]], Consumer] = Consumer

@@ -9,8 +9,9 @@ from exactly_once.errors import ConfigurationError, SchemaTooNew, SchemaTooOld
 
 from .commands import DEFAULT_SCHEMA, command
 from .outcome import driver_error
-from .session import Connection, Session, address, cursor_on, execute, last_row
+from .session import Connection, address, cursor_on, execute, last_row
 from .sql import grants, latest, migrations, query
+from .store import LedgerSession
 
 # The version of the schema that this release was written for.
 VERSION = latest()
@@ -70,7 +71,7 @@ def check(connection: Connection, schema: str = DEFAULT_SCHEMA) -> None:
     _refuse_too_new(connection, schema, found)
 
 
-def refuse_lost(session: Session, error: BaseException) -> None:
+def refuse_lost(session: LedgerSession, error: BaseException) -> None:
     """Say what happened if ``error`` comes from a schema that is gone behind a good start; else return.
 
     :raises SchemaTooOld: saying what mends it.

@@ -47,10 +47,6 @@ Watch = Callable[[int, Sequence[Partition]], AbstractContextManager[None]]
 class Ledger:
     """The rows of one consumer group, seen by one owner.
 
-    Whatever moves an offset compares token, epoch, generation, topic id and the offset from which it moves, all in the
-    statement that moves it, and moves all partitions of a call or none. ``tests/integration/test_ledger_store.py``
-    holds this and the simulator's stand-in to the same suite.
-
     ``watch`` is entered around every statement that may wait for another owner's transaction.
     """
 

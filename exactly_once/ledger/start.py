@@ -15,8 +15,9 @@ from exactly_once.kafka.admin import Cluster, Topic
 from exactly_once.kafka.origin import Origin, Relation, relate
 
 from .commands import command, reset_command
-from .rows import Ledger, row_missing
+from .rows import row_missing
 from .session import address
+from .store import LedgerStore
 
 logger = logging.getLogger(__name__)
 
@@ -48,7 +49,7 @@ class StartOffsets:
     """Registers topics, and turns acquired rows into rows that may be read from."""
 
     def __init__(
-        self, ledger: Ledger, cluster: Cluster, *, start: StartPolicy | None, on_out_of_range: RangePolicy
+        self, ledger: LedgerStore, cluster: Cluster, *, start: StartPolicy | None, on_out_of_range: RangePolicy
     ) -> None:
         self._ledger = ledger
         self._cluster = cluster

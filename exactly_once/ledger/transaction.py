@@ -20,9 +20,9 @@ from exactly_once.errors import ConfigurationError, TransactionAborted, Transact
 
 from .libpq import Bound, bind, check, send, send_together
 from .outcome import FOREIGN_TRANSACTION, sqlstate_of
-from .rows import Ledger
 from .session import Begun, Connection, is_lost, open_blocks, psycopg_connection
 from .sql import query
+from .store import LedgerStore
 
 _ENDED_INSIDE = "the transaction was ended inside the block of join(); end it after the block"
 _COPYING = (ExecStatus.COPY_IN, ExecStatus.COPY_OUT, ExecStatus.COPY_BOTH)
@@ -32,7 +32,7 @@ class UnitOfWork:
     """BEGIN, effects, guards, advance, COMMIT; all of it durable or nothing."""
 
     def __init__(
-        self, ledger: Ledger, *, isolation: str = "READ COMMITTED", max_unit_seconds: float = math.inf
+        self, ledger: LedgerStore, *, isolation: str = "READ COMMITTED", max_unit_seconds: float = math.inf
     ) -> None:
         self._ledger = ledger
         self._isolation = isolation

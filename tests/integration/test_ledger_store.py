@@ -1,4 +1,4 @@
-"""What consumers need of a ledger: the one on Postgres has it, and the one on which the simulator runs them."""
+"""What every ledger store promises: the one on Postgres, and the one on which the simulator runs the consumer."""
 
 from __future__ import annotations
 
@@ -17,10 +17,11 @@ from exactly_once._model import Advance, Partition, Row
 from exactly_once.ledger.outcome import SHORT_COUNT
 from exactly_once.ledger.rows import Ledger
 from exactly_once.ledger.session import Session, connector
+from exactly_once.ledger.store import LedgerStore
 from tests.simulation import database as simulated
 from tests.simulation import member
 
-MakeStore = Callable[[], Ledger]
+MakeStore = Callable[[], LedgerStore]
 
 
 class Quiet:
@@ -58,7 +59,7 @@ def to(row: Row, next_offset: int, **changes: Any) -> Advance:
     return replace(advance, **changes)
 
 
-def commit(store: Ledger, *advances: Advance) -> None:
+def commit(store: LedgerStore, *advances: Advance) -> None:
     begun = store.session.begin("READ COMMITTED", may_take=60)
     try:
         store.advance(store.session.connection, advances, xid=begun.xid, commit=True)
@@ -67,7 +68,7 @@ def commit(store: Ledger, *advances: Advance) -> None:
         raise
 
 
-def refused(store: Ledger, *advances: Advance) -> bool:
+def refused(store: LedgerStore, *advances: Advance) -> bool:
     """Whether the server refuses an advance; then nothing has moved."""
     before = store.look([P, Q])
     try:
@@ -79,7 +80,7 @@ def refused(store: Ledger, *advances: Advance) -> bool:
     return False
 
 
-def offsets(store: Ledger) -> list[int | None]:
+def offsets(store: LedgerStore) -> list[int | None]:
     return [row.next_offset for row in sorted(store.read([P, Q]), key=lambda row: row.partition)]
 
 
@@ -87,7 +88,7 @@ class Suite:
     """The promises; a class below says on what."""
 
     @pytest.fixture
-    def store(self, make_store: MakeStore) -> Ledger:
+    def store(self, make_store: MakeStore) -> LedgerStore:
         """A store with rows of two partitions, that start at offset 5."""
         store = make_store()
         store.register({P: 5, Q: 5}, cluster_id="c", topic_ids={"t": "id"})
@@ -105,7 +106,7 @@ class Suite:
         assert {p: offset for p, (offset, _) in store.offsets(["t"]).items()} == {P: 5, Q: None}
         assert store.topic_ids(["t"]) == {"t": {"id"}}
 
-    def test_whoever_acquires_fences_the_owner_before(self, make_store: MakeStore, store: Ledger) -> None:
+    def test_whoever_acquires_fences_the_owner_before(self, make_store: MakeStore, store: LedgerStore) -> None:
         (row,) = store.acquire([P])
         (taken,) = make_store().acquire([P])
         assert (taken.owner_epoch, taken.next_offset) == (row.owner_epoch + 1, 5)
@@ -114,7 +115,7 @@ class Suite:
         assert not refused(store, to(taken, 9)), "the token tells, not the connection"
         assert offsets(store) == [9, 5]
 
-    def test_a_row_that_is_not_there_cannot_be_acquired(self, store: Ledger) -> None:
+    def test_a_row_that_is_not_there_cannot_be_acquired(self, store: LedgerStore) -> None:
         with pytest.raises(LedgerRowMissing):
             store.acquire([P, Partition("t", 2)])
         assert [row.owner_token for row in store.look([P])] == [None]
@@ -132,7 +133,7 @@ class Suite:
         ],
     )
     def test_all_that_an_advance_says_is_compared_and_all_partitions_move_or_none(
-        self, store: Ledger, change: dict[str, Any]
+        self, store: LedgerStore, change: dict[str, Any]
     ) -> None:
         first, second = store.acquire([P, Q])
         assert refused(store, to(first, 9), to(second, 9, **change))
@@ -140,7 +141,7 @@ class Suite:
         assert offsets(store) == [9, 9]
         assert refused(store, to(first, 9)), "twice"
 
-    def test_a_rotation_makes_a_row_of_the_next_generation(self, store: Ledger) -> None:
+    def test_a_rotation_makes_a_row_of_the_next_generation(self, store: LedgerStore) -> None:
         (row,) = store.acquire([P])
         commit(store, to(row, 9, rotates=True))
         (rotated,) = store.read([P])
@@ -158,7 +159,7 @@ class Suite:
         assert store.start([replace(row, next_offset=6)]) == set()
         assert [found.next_offset for found in store.look([P])] == [4]
 
-    def test_a_unit_in_doubt_is_resolved_under_a_new_token(self, make_store: MakeStore, store: Ledger) -> None:
+    def test_a_unit_in_doubt_is_resolved_under_a_new_token(self, make_store: MakeStore, store: LedgerStore) -> None:
         first, second = store.acquire([P, Q])
         make_store().acquire([Q])
         assert first.owner_token is not None
@@ -171,7 +172,7 @@ class Suite:
         (again,) = store.resolve([P, Q], tokens, lock_seconds=1)
         assert not refused(store, to(again, 9))
 
-    def test_only_the_owner_gives_a_row_back(self, make_store: MakeStore, store: Ledger) -> None:
+    def test_only_the_owner_gives_a_row_back(self, make_store: MakeStore, store: LedgerStore) -> None:
         (row,) = store.acquire([P])
         assert row.owner_token is not None
         make_store().release([(P, uuid4())])
@@ -181,7 +182,7 @@ class Suite:
         assert (released.owner_token, released.next_offset) == (None, 5)
         assert refused(store, to(row, 9))
 
-    def test_the_end_of_a_log_needs_no_unit_and_the_same_conditions(self, store: Ledger) -> None:
+    def test_the_end_of_a_log_needs_no_unit_and_the_same_conditions(self, store: LedgerStore) -> None:
         first, second = store.acquire([P, Q])
         with pytest.raises(psycopg.Error) as short:
             store.move_to_ends([to(first, 9), to(second, 9, token=uuid4())], lock_seconds=1)
@@ -190,7 +191,7 @@ class Suite:
         store.move_to_ends([to(first, 9), to(second, 8)], lock_seconds=1)
         assert offsets(store) == [9, 8]
 
-    def test_a_unit_that_is_rolled_back_leaves_nothing(self, store: Ledger) -> None:
+    def test_a_unit_that_is_rolled_back_leaves_nothing(self, store: LedgerStore) -> None:
         (row,) = store.acquire([P])
         begun = store.session.begin("READ COMMITTED", may_take=60)
         store.session.roll_back()
@@ -223,7 +224,7 @@ class TestSimulated(Suite):
         """Make owners of the rows of one group, each with a connection of its own."""
         shared = simulated.Database(lambda partition, begin, end: [], is_strict=False)
 
-        def make() -> Any:
+        def make() -> LedgerStore:
             session = member.Session(Quiet(shared), schema="exactly_once")  # type: ignore[arg-type]
             return member.Ledger(session, group_id="g")
 

@@ -630,7 +630,7 @@ class SimulatedConsumer(ExactlyOnceConsumer):
 
     _servers = Servers(
         session=Session,  # type: ignore[arg-type]
-        ledger=Ledger,  # type: ignore[arg-type]
+        ledger=Ledger,
         terminator=StaleBackendTerminator,  # type: ignore[arg-type]
         cluster=Cluster,  # type: ignore[arg-type]
         client=Client,  # type: ignore[arg-type]

@@ -52,6 +52,7 @@ PURE = {
     "kafka.origin": set[str](),
     "ledger.conflict": set[str](),
     "ledger.outcome": {"psycopg", "re"},
+    "ledger.store": set[str](),
     "metrics.health": set[str](),
     "metrics.table": set[str](),
 }
