@@ -448,13 +448,15 @@ class Publisher:
             keys = batch.keys if is_all else [batch.keys[place] for place in places]
             calls: Iterable[Any] = batch.callbacks_of(places)
             for value, key, told, extra in zip(values, keys, calls, own, strict=True):
-                partition, given, timestamp = extra
-                # The client takes longer for keywords.
-                more: Any = {} if extra is _NO_EXTRA else {"headers": given, "timestamp": timestamp}
                 try:
-                    produce(name, value, key, partition, told, **more)
+                    if extra is _NO_EXTRA:  # without keywords: the client takes longer for them
+                        produce(name, value, key, -1, told)
+                    else:
+                        produce(name, value, key, extra[0], told, headers=extra[1], timestamp=extra[2])
                 except BufferError:
-                    self._find_room(partial(produce, name, value, key, partition, told, **more), room)
+                    partition, given, timestamp = extra
+                    send = partial(produce, name, value, key, partition, told, headers=given, timestamp=timestamp)
+                    self._find_room(send, room)
                 done += 1
         except BaseException as exception:
             if done < len(places):
