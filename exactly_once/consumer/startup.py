@@ -16,6 +16,7 @@ from exactly_once._log import about
 from exactly_once.errors import DatabaseUnreachable, ReadOnly, UnknownTopic
 from exactly_once.kafka.admin import Cluster
 from exactly_once.ledger import migrate as schemas
+from exactly_once.ledger.commands import grants_hint
 from exactly_once.ledger.retry import at_start
 from exactly_once.ledger.rows import Ledger
 from exactly_once.ledger.session import Session, address, execute, last_row
@@ -73,9 +74,8 @@ def explaining(session: Session) -> Iterator[None]:
         yield
     except psycopg.errors.InsufficientPrivilege as error:
         error.add_note(
-            "the role of the connection lacks grants, or a policy of row-level security keeps it out. exactly-once "
-            f"migrate --schema {session.schema} --role NAME gives a role all grants that it needs, or prints them "
-            "(--sql)"
+            "the role of the connection lacks grants, or a policy of row-level security keeps it out. "
+            f"{grants_hint(session.schema)}"
         )
         raise
     except psycopg.Error as error:

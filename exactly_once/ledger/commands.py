@@ -23,3 +23,9 @@ def reset_command(group_id: str, schema: str, partition: Partition) -> str:
     """Return the command that chooses where a partition goes on; N is for its reader to say."""
     where = ("--topic", partition.topic, "--partition", partition.number)
     return command("reset", group_id, schema, *where, "--to-offset", "N")
+
+
+def grants_hint(schema: str) -> str:
+    """Say what gives a role the grants that it lacks; with the schema in any case, as its reader may have several."""
+    found = shlex.join(["exactly-once", "migrate", "--schema", schema, "--role", "NAME"])
+    return f"{found} gives a role all grants that it needs, or prints them (--sql)"

@@ -12,7 +12,7 @@ from psycopg.pq import TransactionStatus
 from exactly_once.errors import ConfigurationError
 from exactly_once.kafka.kinds import check_kinds
 from exactly_once.ledger import migrate as schemas
-from exactly_once.ledger.commands import command
+from exactly_once.ledger.commands import grants_hint
 from exactly_once.ledger.migrate import check_schema_name
 from exactly_once.ledger.session import Connection, Session, connector, execute
 
@@ -128,7 +128,6 @@ class Store:
         if isinstance(error, psycopg.errors.InsufficientPrivilege):
             return FilterUnavailable(
                 f"the database of the filter cannot be asked: its role lacks grants: {error.diag.message_primary}. "
-                f"{command('migrate', None, self.schema, '--role', 'NAME')} gives a role all that it needs, or prints "
-                "them (--sql)"
+                f"{grants_hint(self.schema)}"
             )
         return error
