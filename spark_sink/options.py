@@ -14,6 +14,7 @@ from psycopg.conninfo import make_conninfo
 
 from exactly_once.errors import ConfigurationError
 from exactly_once.kafka.admin import Cluster
+from exactly_once.kafka.kinds import check_choice
 from exactly_once.kafka.settings import BROKERS
 from exactly_once.ledger.dead_letters import DeadLetterLimit
 from exactly_once.ledger.retry import waiting
@@ -165,10 +166,7 @@ def check_options(**given: Any) -> Options:
         ("evolve", (*get_args(Evolve), None)),
     ):
         for each in (options, *options.targets):
-            if (value := getattr(each, option)) not in possible:
-                raise ConfigurationError(
-                    f"{option}={value!r} is not possible; choose one of {', '.join(map(str, possible))}"
-                )
+            check_choice(option, getattr(each, option), possible)
     connector(options.conninfo)
     for option, value in (("table", options.tables or options.table), ("group_id", options.group_id)):
         if not value:

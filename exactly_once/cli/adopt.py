@@ -51,10 +51,11 @@ def run(args: argparse.Namespace) -> int:
         now = (chosen.cluster_id, chosen.topic_id)
         own = [row.place.number for row in rows if (row.cluster_id, row.topic_id) == now]
         if len(own) == len(rows):
+            topic_of = ("--topic", chosen.topic)
+            reset = command("reset", chosen.group_id, session.schema, *topic_of, *args.target.option)
             raise CommandError(
                 f"the rows belong to topic id {chosen.topic_id} of cluster {chosen.cluster_id} already: there is "
-                "nothing to adopt. To move offsets: "
-                + command("reset", chosen.group_id, session.schema, "--topic", chosen.topic)
+                "nothing to adopt" + (f". To move offsets: {reset}" if args.target.kind != "current" else "")
             )
         chosen = replace(chosen, moves=[move for move in chosen.moves if move.partition.number not in own])
         rows = [move.stored for move in chosen.moves if move.stored]

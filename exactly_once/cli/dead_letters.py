@@ -89,11 +89,9 @@ def run(args: argparse.Namespace) -> int:
     """Find the letters that are meant, and do with them what the action says."""
     settings = options.settings(args)
     settings.opener()
-    if args.action == "show" and not args.ids:
+    if args.action in ("show", "drop") and not (args.ids or args.topic):
         listed = command("dead-letters list", settings.group_id, settings.schema)
-        raise UsageError(f"name the dead letters to show by their ids; `{listed}` has them")
-    if args.action == "drop" and not (args.ids or args.topic):
-        raise UsageError("name the dead letters to drop: their ids, or --topic")
+        raise UsageError(f"name the dead letters to {args.action}: their ids, which `{listed}` has, or --topic")
     handler = Named("--handler", args.handler) if args.action == "replay" else None
     limit = getattr(args, "limit", None)
     with open_database(settings) as session:
@@ -169,7 +167,7 @@ def _replay(
 ) -> int:
     replaying = Replay(session.connect, schema=session.schema, isolation=args.isolation)
     outcomes: list[dict[str, object]] = []
-    note = "0 of 0 replayed"
+    note = f"0 of {len(found)} replayed"
     try:
         for letter in found:
             outcome: dict[str, object] = {"id": letter.id, "place": letter.place}
@@ -180,6 +178,7 @@ def _replay(
             # It is the handler's, and the letter is as dead as before. Whoever leaves by another status means that.
             except (Exception, SystemExit) as error:
                 if isinstance(error, SystemExit) and error.code:
+                    print(f"the handler ended the command at {letter.place}; {note}", file=sys.stderr)
                     raise
                 text = " ".join(named(error).split())
                 outcome |= {"outcome": "failed again", "error": text}

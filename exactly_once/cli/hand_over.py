@@ -61,9 +61,12 @@ def run(args: argparse.Namespace) -> int:
                 "batches has none, and cannot be handed over.)"
             )
         if halted := next((row for row in rows if row.halted), None):
-            where = ("--topic", halted.topic, "--partition", halted.partition)
+            where = ("--topic", halted.topic, "--partition", halted.partition, "--to-current")
             reset = command("reset", group_id, session.schema, *where)
-            raise CommandError(f"{halted.place} is halted ({halted.halted}): nobody may take it over before {reset}")
+            raise CommandError(
+                f"{halted.place} is halted ({halted.halted}): nobody may take it over before somebody has looked, and "
+                f"{reset} lets it go on"
+            )
         cluster = open_cluster(settings) if settings.bootstrap_servers else None
         # At offsets that the log does not have the new side would stop, or start elsewhere.
         for line in beside_logs(rows, cluster, settings.schema) if cluster is not None else ():

@@ -38,8 +38,17 @@ class Target(NamedTuple):
     time: datetime | None = None
 
     def __str__(self) -> str:
+        return " ".join((self.kind, *self._values))
+
+    @property
+    def option(self) -> tuple[str, ...]:
+        """The option that says it; offsets that stay have one of its own in each command."""
+        return (f"--to-{self.kind}", *self._values)
+
+    @property
+    def _values(self) -> tuple[str, ...]:
         value = self.time.isoformat() if self.time else self.offset
-        return self.kind if value is None else f"{self.kind} {value}"
+        return () if value is None else (str(value),)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

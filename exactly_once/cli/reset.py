@@ -81,10 +81,12 @@ def run(args: argparse.Namespace) -> int:
             for what, now in (("topic_id", chosen.topic_id), ("cluster_id", chosen.cluster_id)):
                 stored = getattr(move.stored, what, None)
                 if None not in (stored, now) and stored != now:
-                    adopt = command("adopt", chosen.group_id, session.schema, "--topic", chosen.topic)
+                    adopt = command(
+                        "adopt", chosen.group_id, session.schema, "--topic", chosen.topic, *args.target.option
+                    )
                     raise CommandError(
                         f"{move.partition} of group {chosen.group_id!r} belongs to {what} {stored}, Kafka has {now} "
-                        f"now. If that is meant: {adopt} with the same --to-..."
+                        f"now. If that is meant: {adopt}"
                     )
         if not args.force:
             plan.refuse_outside(chosen)

@@ -332,7 +332,9 @@ def beside_logs(rows: list[Stored], cluster: CommandCluster, schema: str) -> lis
         problem = None
         if row.cluster_id not in (None, cluster.cluster_id):
             # A topic of that name may be here as well: its log is another one.
-            log, problem = None, f"belongs to cluster {row.cluster_id}"
+            adopt = command("adopt", row.group_id, schema, *topic_of, "--keep-offsets")
+            log = None
+            problem = f"belongs to cluster {row.cluster_id}; if the topic moved here with its offsets: {adopt}"
         elif topic is None:
             problem = f"the topic is gone{mend}"
         elif not topic.partitions:

@@ -17,7 +17,7 @@ from typing import Any, Literal, get_args
 from exactly_once._log import FIELDS
 from exactly_once._model import RangePolicy, StartPolicy
 from exactly_once.errors import ConfigurationError
-from exactly_once.kafka.kinds import check_kinds
+from exactly_once.kafka.kinds import check_choice, check_kinds
 from exactly_once.kafka.settings import check_brokers, poll_interval_seconds
 from exactly_once.ledger.dead_letters import DeadLetterLimit
 from exactly_once.ledger.migrate import check_schema_name
@@ -123,10 +123,10 @@ def check_options(
         claims_window=None if window is None else float(window),
         **rest,
     )
-    _check_choice("on_out_of_range", options.on_out_of_range, get_args(RangePolicy))
-    _check_choice("isolation", options.isolation, get_args(Isolation))
+    check_choice("on_out_of_range", options.on_out_of_range, get_args(RangePolicy))
+    check_choice("isolation", options.isolation, get_args(Isolation))
     if options.start is not None and not isinstance(options.start, datetime):
-        _check_choice("start", options.start, ("earliest", "latest", "committed"), "a datetime with a time zone")
+        check_choice("start", options.start, ("earliest", "latest", "committed"), "a datetime with a time zone")
     if isinstance(options.start, datetime) and options.start.tzinfo is None:
         raise ConfigurationError(f"start={options.start!r} has no time zone; give one, for example tzinfo=UTC")
     for name in ("max_messages", "max_bytes", "startup_seconds"):
@@ -170,7 +170,7 @@ def check_run(
                 "docs/how-to/fastapi.md shows how a plain handler calls coroutines of a running loop"
             )
     if not callable(on_poison):
-        _check_choice("on_poison", on_poison, ("stop", "dead-letter"), "a callable(unit, message, error)")
+        check_choice("on_poison", on_poison, ("stop", "dead-letter"), "a callable(unit, message, error)")
     number: object = attempts
     if isinstance(number, bool) or not isinstance(number, int) or number < 1:
         raise ConfigurationError(f"attempts={attempts!r} must be 1 or more")
@@ -236,8 +236,3 @@ def group_id_in(kafka: Mapping[str, Any]) -> str:
 def _check_seconds(name: str, seconds: object) -> None:
     if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not seconds >= 0:
         raise ConfigurationError(f"{name}={seconds!r} must be 0 or more")
-
-
-def _check_choice(name: str, value: object, choices: tuple[str, ...], *others: str) -> None:
-    if value not in choices:
-        raise ConfigurationError(f"{name}={value!r} is not possible; choose one of {', '.join((*choices, *others))}")

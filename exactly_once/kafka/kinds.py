@@ -1,8 +1,8 @@
-"""Of what kind each option is: its annotation says that. No I/O."""
+"""Of what kind each option is, as its annotation says, and which values it takes. No I/O."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from math import isnan
 from types import MappingProxyType, NoneType, UnionType
 from typing import Any, Union, get_args, get_origin, get_type_hints
@@ -36,3 +36,15 @@ def check_kinds(
             what = said.get(name) or " or ".join(_SAID.get(kind, f"a {kind.__name__}") for kind in kinds)
             found = repr(value) if isinstance(value, str | float | int | None) else type(value).__name__
             raise ConfigurationError(f"{name}={found} must be {what}")
+
+
+def check_choice(name: str, value: object, choices: Collection[object], *others: str) -> None:
+    """Refuse a value that is none of those an option takes; ``others`` are named beside them, and checked elsewhere.
+
+    :raises ConfigurationError: naming the option and its choices.
+    """
+    # Not by `in` alone: 1 is equal to True, and a list has no hash.
+    if not any(value is each or (type(value) is type(each) and value == each) for each in choices):
+        raise ConfigurationError(
+            f"{name}={value!r} is not possible; choose one of {', '.join(map(str, (*choices, *others)))}"
+        )

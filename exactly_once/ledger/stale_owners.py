@@ -3,7 +3,7 @@
 A process that was stopped inside a transaction keeps its row locks, and no server time-out ends it
 while it is inside COPY. Its partitions are ours by then, but our handler waits for its rows.
 A process that is only slow must not be taken for one: while its unit takes long, it renews a second transaction that
-names the backend of the first, which a stopped process cannot do.
+names the backend of the first, which a stopped process cannot do. For whom else a unit waits is logged.
 """
 
 from __future__ import annotations
@@ -62,6 +62,7 @@ class _Watched:
     next_look: float = 0.0
     pause: float = 0.0
     next_sign: float = 0.0
+    is_told: bool = False  # whether it was logged for whom it waits
 
     @property
     def status(self) -> TransactionStatus | None:
@@ -181,6 +182,9 @@ class StaleBackendTerminator:
             watched.pause = min(max(_TURN_SECONDS, 2 * watched.pause), _LONGEST_PAUSE_SECONDS)
             watched.next_look = now + watched.pause
             self._end_blockers(watched)
+            # Who acquires rows tells that himself.
+            if not watched.partitions and not watched.is_told and now - watched.since > STILL_SECONDS:
+                self._tell_blockers(watched)
 
     def _end_blockers(self, watched: _Watched) -> None:
         connection = self._connection_now()
@@ -207,6 +211,24 @@ class StaleBackendTerminator:
                 tag,
                 extra=about("blocker_ended", group=self._parameters["group_id"], several=watched.partitions),
             )
+
+    def _tell_blockers(self, watched: _Watched) -> None:
+        blockers = execute(self._connection_now(), self._schema, "blockers", pid=watched.pid).fetchall()
+        if not blockers:
+            return
+        watched.is_told = True
+        logger.warning(
+            "a unit, in backend %s, waits for a lock, by now for more than %g s: %s",
+            watched.pid,
+            STILL_SECONDS,
+            "; ".join(
+                f"backend {pid} has it (user {user}, application_name {name!r})"
+                if pid
+                else "a prepared transaction has it (pg_prepared_xacts names it)"
+                for pid, user, name in blockers
+            ),
+            extra=about("unit_blocked", group=self._parameters["group_id"]),
+        )
 
     def _connection_now(self) -> Connection:
         if self._connection is None or is_lost(self._connection):

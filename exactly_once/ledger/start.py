@@ -288,7 +288,9 @@ class StartOffsets:
             raise errors.ClusterChanged(
                 f"{row.partition} of group {self._group_id!r}: the ledger belongs to cluster {row.cluster_id}, "
                 f"this is cluster {cluster_id}. Check bootstrap.servers; "
-                f"if the topic really moved: {self._command('adopt', row.partition.topic)}"
+                "if the topic moved here with its offsets: "
+                + self._command("adopt", row.partition.topic, "--keep-offsets")
+                + ", and with others --to-committed, --to-time or --to-earliest in its place"
             )
         self.recheck(row.partition, row.topic_id, self.topics[row.partition.topic])
         if row.topic_id is None and topic_id is not None:

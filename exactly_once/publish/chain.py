@@ -9,7 +9,7 @@ from collections.abc import Collection, Iterable, Sequence
 from typing import Any, Literal, NamedTuple, cast, get_args
 
 from exactly_once.errors import ConfigurationError
-from exactly_once.kafka.kinds import check_kinds
+from exactly_once.kafka.kinds import check_choice, check_kinds
 
 from .errors import InconsistentChain, KeyRefused, LimitReached
 from .filter import KeyState, MemoryFilter, State
@@ -168,10 +168,7 @@ class ChainFilter(MemoryFilter[Link, Pair]):
     ) -> None:
         check_kinds(ChainFilter.__init__, locals())
         super().__init__()
-        if on_full not in get_args(GapPolicy):
-            raise ConfigurationError(
-                f"on_full={on_full!r} is not possible; choose one of {', '.join(get_args(GapPolicy))}"
-            )
+        check_choice("on_full", on_full, get_args(GapPolicy))
         if max_gaps < 1:
             raise ConfigurationError(f"max_gaps={max_gaps!r} must be at least 1")
         self._dense = dense

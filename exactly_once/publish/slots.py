@@ -14,7 +14,7 @@ from hashlib import blake2b
 from typing import Literal
 
 from exactly_once.errors import ConfigurationError
-from exactly_once.kafka.kinds import check_kinds
+from exactly_once.kafka.kinds import check_choice, check_kinds
 
 from .filter import MemoryFilter
 from .keys import GivenKey, Key, encoded
@@ -252,5 +252,4 @@ def _check(messages: int, ways: int, loss_probability: float = 0.5) -> None:
         raise ConfigurationError(f"messages={messages!r} must be positive")
     if not 0 < loss_probability < 1:
         raise ConfigurationError(f"loss_probability={loss_probability!r} must lie between 0 and 1")
-    if ways not in WAYS:
-        raise ConfigurationError(f"ways={ways!r} is not possible; choose one of {', '.join(map(str, WAYS))}")
+    check_choice("ways", ways, WAYS)

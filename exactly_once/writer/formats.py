@@ -20,10 +20,11 @@ from confluent_kafka import Message
 from msgspec import Raw
 
 from exactly_once.errors import ConfigurationError
+from exactly_once.kafka.kinds import check_choice
 
 from .codecs import name_of
 from .decoding import WHOLE_KEYS, Decoded, remade
-from .envelopes import Change, Envelope, EnvelopeName, Format, recognised
+from .envelopes import Change, Envelope, Format, recognised
 from .errors import BadRow, cut
 from .from_json import JsonDecoder, path_of
 from .json_shape import BYTE_ORDER_MARK, NULL, NULL_DOCUMENT, UNAVAILABLE, Path, fields_in, refuse_malformed
@@ -184,8 +185,7 @@ def format_of(
         return MessagePack(decimal)
     if name == "cloudevents":
         return CloudEvents()
-    if name not in get_args(EnvelopeName):
-        raise ConfigurationError(f"format={name!r} is not possible; choose one of {', '.join(get_args(FormatName))}")
+    check_choice("format", name, get_args(FormatName))
     return Envelope(name, decimal=decimal, **envelope)
 
 

@@ -13,6 +13,7 @@ from typing import Any, Literal, get_args
 from confluent_kafka import Message
 
 from exactly_once.errors import ConfigurationError
+from exactly_once.kafka.kinds import check_choice
 
 from .changes import MISSING, Missing, Row, Tombstone
 from .codec import Naive
@@ -123,8 +124,7 @@ class JsonDecoder:
         self._adopted: set[str] = set()
         self._own: set[str] = set()
         for option, value, choices in (("nul", nul, get_args(Nul)), ("missing", missing, tuple(_MISSING))):
-            if value not in choices:
-                raise ConfigurationError(f"{option}={value!r} is not possible; choose one of {', '.join(choices)}")
+            check_choice(option, value, choices)
         for what, said, kind in (
             (f"epoch={epoch!r}: the units", self._reading.epoch, Epoch),
             (f"binary={binary!r}: the forms", self._reading.binary, BinaryMode),

@@ -118,29 +118,7 @@ class TableSink:
         if self._claims is not None and claim is None and messages:
             raise ConfigurationError("claim= needs a unit: call the sink with it, or pass claim=unit.claim_many")
         if self._to_add:
-            # Before anything else locks the table, so that no two workers wait for each other.
-            table = read_table(connection, self.writer.name)
-            statements = add_columns(table, self._to_add)
-            self._to_add = self._to_add if statements else {}
-            for statement in statements:
-                try:
-                    connection.execute(statement, prepare=False)
-                except psycopg.errors.InsufficientPrivilege as error:
-                    raise TableError(f"{table}: only its owner adds columns: {error}") from error
-                except psycopg.errors.TooManyColumns as error:
-                    # No message is at fault: the fields go to the column for the rest, or are counted, as they do
-                    # without evolve.
-                    self._declined.update(self._to_add)
-                    self._to_add = {}
-                    raise TableChanged(f"{table} takes no more columns: {error}") from error
-                except psycopg.errors.UntranslatableCharacter as error:
-                    if not (odd := unencodable(error, self._to_add)):
-                        raise
-                    self._declined.update(odd)
-                    self._to_add = {name: kind for name, kind in self._to_add.items() if name not in odd}
-                    logger.warning("%s gets no column for %s: %s", table, ", ".join(map(cut, odd)), error)
-                    raise TableChanged(f"{table} cannot have a column of such a name: {error}") from error
-                logger.info("%s", statement.as_string(None), extra={"action": "ddl"})
+            self._add_columns(connection)
         table = self.writer.table(connection)  # locked as it is from here on
         if table is not self._prepared_for:
             # A column that was filled so far must not be left out in silence because it is gone.
@@ -176,6 +154,35 @@ class TableSink:
         self.repeated_rows += decoded.repeated
         self.unfilled_columns = set(decoded.unfilled)
         return written
+
+    def _add_columns(self, connection: Connection) -> None:
+        """Execute the ALTER TABLE; before anything else locks the table, so that no two workers wait for each other.
+
+        :raises TableError: when the role may not.
+        :raises TableChanged: when the table takes no such columns, so that the batch comes again without them.
+        """
+        table = read_table(connection, self.writer.name)
+        statements = add_columns(table, self._to_add)
+        self._to_add = self._to_add if statements else {}
+        for statement in statements:
+            try:
+                connection.execute(statement, prepare=False)
+            except psycopg.errors.InsufficientPrivilege as error:
+                raise TableError(f"{table}: only its owner adds columns: {error}") from error
+            except psycopg.errors.TooManyColumns as error:
+                # No message is at fault: the fields go to the column for the rest, or are counted, as they do
+                # without evolve.
+                self._declined.update(self._to_add)
+                self._to_add = {}
+                raise TableChanged(f"{table} takes no more columns: {error}") from error
+            except psycopg.errors.UntranslatableCharacter as error:
+                if not (odd := unencodable(error, self._to_add)):
+                    raise
+                self._declined.update(odd)
+                self._to_add = {name: kind for name, kind in self._to_add.items() if name not in odd}
+                logger.warning("%s gets no column for %s: %s", table, ", ".join(map(cut, odd)), error)
+                raise TableChanged(f"{table} cannot have a column of such a name: {error}") from error
+            logger.info("%s", statement.as_string(None), extra={"action": "ddl"})
 
     def _sifted(self, messages: Sequence[Message], set_aside: SetAside) -> Decoded:
         """Make rows of all messages of which they can be made; the others are set aside."""

@@ -14,6 +14,7 @@ from psycopg import sql
 from psycopg.pq import TransactionStatus
 
 from exactly_once.errors import ConfigurationError
+from exactly_once.kafka.kinds import check_choice
 from exactly_once.ledger.session import Connection
 
 from .changes import Merge, Row
@@ -73,10 +74,7 @@ class TableWriter:
             ("missing", missing or "null", OnMissing),
             ("naive_timestamps", naive_timestamps, Naive),
         ):
-            if value not in get_args(kind):
-                raise ConfigurationError(
-                    f"{option}={value!r} is not possible; choose one of {', '.join(get_args(kind))}"
-                )
+            check_choice(option, value, get_args(kind))
         if mode != "upsert" and (update is not None or newest_by is not None or add or missing == "keep"):
             raise ConfigurationError(
                 "update, newest_by, add and missing='keep' are about rows that exist: mode='upsert'"

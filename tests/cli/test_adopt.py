@@ -67,6 +67,7 @@ def test_reset_refuses_rows_of_the_old_topic_and_names_adopt(
     refused = operate("reset", "--topic", recreated, "--to-earliest", "--execute")
     assert refused.code == 1
     assert suggested(refused.err)[0] == "adopt"
+    assert operate(*suggested(refused.err)).code == 0, "what it says runs as it is printed"
     assert ledger(db, name) == before
     trouble = operate("status", "--check").out.splitlines()[0]
     assert "the topic was deleted and made again" in trouble
@@ -95,8 +96,10 @@ def test_another_cluster_is_adopted_with_the_offsets_that_are_there(
     )
     with pytest.raises(ClusterChanged) as refused:
         read_to_end(make_consumer, consumed)
-    assert "belongs to cluster elsewhere" in operate("status").out
-    shown = operate(*suggested(str(refused.value)), "--keep-offsets", "--execute")
+    status = operate("status").out
+    assert "belongs to cluster elsewhere" in status
+    assert operate(*suggested(status)).code == 0, "what it says runs as it is printed"
+    shown = operate(*suggested(str(refused.value)), "--execute")
     assert shown.code == 0
     assert "cluster  elsewhere -> " in shown.out
     produce(bootstrap_servers, consumed, 2, 2, start=20)
@@ -147,10 +150,11 @@ def test_a_mirror_with_other_offsets_is_adopted_at_those_that_the_mirroring_has_
         with pytest.raises(ClusterChanged) as refused:
             read_to_end(there, consumed)
         where = ("--execute", "--conninfo", conninfo, "--bootstrap-servers", servers, "--group-id", name)
-        kept = command(*suggested(str(refused.value)), "--keep-offsets", *where)
+        *adopt, keeps = suggested(str(refused.value))
+        kept = command(*adopt, keeps, *where)
         assert kept.code == 1, "offset 10 is not in a log that ends at 7"
         assert offsets(db, name) == [10, 10]
-        assert command(*suggested(str(refused.value)), "--to-committed", *where).code == 0
+        assert command(*adopt, "--to-committed", *where).code == 0
         assert offsets(db, name) == [5, 5]
         assert [(p, old, new) for p, old, new, _ in audit(db, name, "adopt")] == [(0, 10, 5), (1, 10, 5)]
         assert read_to_end(there, consumed) == [(p, o) for p in range(PARTITIONS) for o in (5, 6)]
@@ -170,7 +174,11 @@ def test_rows_that_fit_need_no_adoption(operate: Command, consumed: str, db: Db,
     before = ledger(db, name)
     refused = operate("adopt", "--topic", consumed, "--to-earliest", "--execute")
     assert refused.code == 1
-    assert suggested(refused.err)[0] == "reset"
+    reset = suggested(refused.err)
+    assert reset[0] == "reset"
+    assert operate(*reset).code == 0, "what it says runs as it is printed"
+    kept = operate("adopt", "--topic", consumed, "--keep-offsets")
+    assert (kept.code, "reset" in kept.err) == (1, False), "there is nothing to move"
     assert ledger(db, name) == before
 
 

@@ -202,8 +202,11 @@ def test_bytes_that_are_no_text_are_shown_in_base64(
     assert document["headers"] == [["h", "base64:/w=="], ["h", None]]
 
 
-def test_show_wants_ids_and_unknown_ids_are_named(letters: Command, dead: Dead) -> None:
+def test_show_wants_ids_or_a_topic_and_unknown_ids_are_named(letters: Command, dead: Dead) -> None:
     assert letters("show").code == 2
+    shown = letters("show", "--topic", dead.topic, "--json").json["dead_letters"]
+    assert [letter["id"] for letter in shown] == list(dead.ids.values())
+    assert letters("show", "--topic", "another", "--json").json["dead_letters"] == []
     refused = letters("show", dead[0, 3], 999_999_998, 999_999_999)
     assert refused.code == 1
     assert "no such dead letter: 999999998, 999999999;" in refused.err
@@ -387,7 +390,8 @@ def test_handler_that_commits_is_told_and_its_letter_is_marked(letters: Command,
 
 
 def test_handler_that_leaves_the_process_undoes_its_replay(letters: Command, dead: Dead) -> None:
-    assert letters("replay", "--handler", f"{HANDLERS}:leave", "--execute").code == 7
+    left = letters("replay", "--handler", f"{HANDLERS}:leave", "--execute")
+    assert (left.code, f"the handler ended the command at {dead.topic}[0] offset 3; 0 of 4" in left.err) == (7, True)
     assert (dead.replayed(), dead.statuses()) == ([], ["dead"] * 4)
 
 

@@ -11,6 +11,7 @@ import pytest
 
 from exactly_once.consumer import maintenance
 from exactly_once.embedded import Postgres
+from exactly_once.ledger import stale_owners
 from exactly_once.ledger.migrate import migrate
 from exactly_once.ledger.session import connector
 from exactly_once.ledger.stale_owners import StaleBackendTerminator, _Watched
@@ -177,6 +178,51 @@ def test_a_prepared_transaction_keeps_its_partition_and_no_other(
     for unit in units:
         apply(unit)
     assert consumer.counters.redelivered == 0
+    assert_exact(server, scene.bootstrap_servers, scene.topic)
+
+
+@pytest.mark.parametrize("holder", ["session", "prepared"])
+def test_a_unit_that_waits_for_a_lock_says_once_who_has_it(
+    *,
+    make_scene: MakeScene,
+    server: Postgres,
+    admin: Db,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+    holder: str,
+) -> None:
+    monkeypatch.setattr(stale_owners, "STILL_SECONDS", 0.1)
+    scene = make_scene(20)
+    consumer = scene.consumer(conninfo=server.conninfo)
+    unit = next(iter(consumer))
+    admin.execute("CREATE TABLE IF NOT EXISTS accounts (o bigint)")
+
+    def told() -> list[str]:
+        return [r.getMessage() for r in caplog.records if getattr(r, "action", "") == "unit_blocked"]
+
+    with psycopg.connect(server.conninfo, application_name="nightly report", autocommit=True) as other:
+        other.execute("BEGIN")
+        other.execute("LOCK TABLE accounts")
+        name = f"backend {other.info.backend_pid} has it (user postgres, application_name 'nightly report')"
+        if holder == "prepared":
+            other.execute("PREPARE TRANSACTION 'in doubt'")
+            name = "a prepared transaction has it"
+
+        def end() -> None:
+            until(told, 30, "the wait to be logged")
+            # Two more looks come meanwhile, and are silent.
+            admin.execute("SELECT pg_sleep(6)")
+            other.execute("ROLLBACK" if holder == "session" else "ROLLBACK PREPARED 'in doubt'")
+
+        thread = threading.Thread(target=end)
+        with unit:
+            record(unit, "test")
+            thread.start()
+            unit.execute("INSERT INTO accounts VALUES (1)")
+        thread.join()
+    (said,) = told()
+    assert name in said
+    scene.drain(consumer)
     assert_exact(server, scene.bootstrap_servers, scene.topic)
 
 

@@ -296,6 +296,13 @@ WHERE b.instance = %(instance)s
       AND b.state_change < clock_timestamp() - %(still)s * interval '1 second'
       AND b.age > coalesce(b.bound, %(unbounded)s)
 
+-- name: blockers
+-- Whom a transaction of ours waits for; backend 0 is a transaction that somebody has prepared.
+SELECT w.pid, a.usename::text, a.application_name
+FROM (SELECT DISTINCT unnest(pg_blocking_pids(%(pid)s)) AS pid) AS w
+LEFT JOIN pg_stat_activity a ON a.pid = w.pid
+ORDER BY w.pid
+
 -- name: look_anew
 -- Forget what pg_stat_activity has shown in this transaction, which keeps its first sight of it to the end.
 SELECT pg_stat_clear_snapshot()
