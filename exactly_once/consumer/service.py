@@ -7,7 +7,7 @@ import logging
 import os
 import signal
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from types import FrameType
 from typing import Literal
@@ -110,7 +110,7 @@ class Service:
                 return True
         elif suspect is not None and suspect.poison is not None and len(unit.sent) == 1 and suspect.is_in(unit):
             with unit:
-                self._dispose(unit, unit.sent.messages[0], suspect)
+                self._dispose(unit, unit.sent.messages, [suspect])
             self._log_dead_letter(unit, suspect)
         elif self._apply(unit):
             self._has_committed = True
@@ -169,7 +169,8 @@ class Service:
                 logger.warning(text, named(error), unit, extra=extra)
             self._bisection.failed(len(unit.sent))
             if is_doubtful:
-                suspect.poison, self._doubts = error, [suspect]
+                suspect.poison = error
+                self._doubt(unit, [suspect])
             elif is_alone:
                 suspect.failures += 1
                 self._refuse(suspect, error)
@@ -231,8 +232,7 @@ class Service:
         is_tried = False
         try:
             with unit:
-                for message, suspect in zip(aside, doubts, strict=True):
-                    self._dispose(unit, message, suspect)
+                self._dispose(unit, aside, doubts)
                 unit.messages, unit.given = (other,), 1
                 is_tried = True
                 call(self.handler, unit)
@@ -245,27 +245,40 @@ class Service:
                 suspect.failures += 1
                 self._refuse(suspect, another)
             suspect.poison = another
-            self._doubts = [*doubts, suspect]
+            self._doubt(unit, [*doubts, suspect])
             return False
         self._has_committed = True
         for suspect in doubts:
             self._log_dead_letter(unit, suspect)
         return True
 
-    def _dispose(self, unit: Unit, message: Message, suspect: _Suspect) -> None:
-        """Do in the open unit what is to be done with a poisonous message."""
-        error = suspect.poison
-        assert error is not None
-        unit.tries_alone = suspect.tries
-        before, work = unit.dead_letters, unit.work
-        if callable(self.on_poison):
-            refuse_undone(self.on_poison(unit, message, error), "on_poison")
-        else:
-            unit.dead_letter(message, error)
-        suspect.is_stored = unit.dead_letters > before or not callable(self.on_poison)
-        if unit.dead_letters > before:
-            enforce(self.limit, work.connection, message, schema=work.schema, group_id=work.group_id)
+    def _doubt(self, unit: Unit, doubts: list[_Suspect]) -> None:
+        """Keep messages for :meth:`_decide`; their number is logged each time that it has doubled."""
+        self._doubts, last = doubts, doubts[-1]
+        if len(doubts) & (len(doubts) - 1) == 0:
+            extra = about("poison_doubted", group=unit.work.group_id, partition=last.partition, offset=last.offset)
+            text = "%s fails alone, as %s before it, by what others may meet as well: %s; the next one is tried"
+            logger.warning(text, last.place, len(doubts) - 1, named(last.poison), extra=extra)
+
+    def _dispose(self, unit: Unit, messages: Sequence[Message], suspects: Sequence[_Suspect]) -> None:
+        """Do in the open unit what is to be done with poisonous messages."""
+        work, stored = unit.work, dict[Partition, Message]()
+        for message, suspect in zip(messages, suspects, strict=True):
+            error = suspect.poison
+            assert error is not None
+            unit.tries_alone = suspect.tries
+            before = unit.dead_letters
+            if callable(self.on_poison):
+                refuse_undone(self.on_poison(unit, message, error), "on_poison")
+            else:
+                unit.dead_letter(message, error)
+            suspect.is_stored = unit.dead_letters > before or not callable(self.on_poison)
+            if unit.dead_letters > before:
+                stored[suspect.partition] = message
         unit.tries_alone = None
+        # The last of each partition has the most behind it: a count for each would take the square of the time.
+        for message in stored.values():
+            enforce(self.limit, work.connection, message, schema=work.schema, group_id=work.group_id)
 
     def _log_dead_letter(self, unit: Unit, suspect: _Suspect) -> None:
         self._found += 1

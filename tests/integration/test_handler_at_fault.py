@@ -289,6 +289,14 @@ def test_class_42_of_the_first_messages_is_their_fault_once_another_is_applied(s
     assert scene.applied() == [n for n in range(20) if n not in (0, 1, 10, 19)]
 
 
+def test_messages_in_doubt_are_told_each_time_they_have_doubled(scene: Scene, caplog: pytest.LogCaptureFixture) -> None:
+    run(scene.consumer(), failing(RAISE.format("42501"), *range(9)), on_poison="dead-letter")
+    told = [r.getMessage() for r in caplog.records if getattr(r, "action", "") == "poison_doubted"]
+    assert [line.partition(" fails alone, as ")[2].partition(" before")[0] for line in told] == ["0", "1", "3", "7"]
+    assert all("InsufficientPrivilege" in line for line in told)
+    assert dead(scene) == list(range(9))
+
+
 def refused_then(fail: Callable[[Unit], object]) -> Callable[[Unit], None]:
     """A handler that is refused with message 0, which may be everybody's trouble, and fails with message 1."""
 
