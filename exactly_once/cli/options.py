@@ -196,7 +196,9 @@ def settings(args: argparse.Namespace) -> Settings:
         found[key] = next((str(value) for value in given if value), None)
     options = {f"--{name.replace('_', '-')}": value for name, value in vars(args).items()}
     for name, value in (found | options).items():
-        if not all(_is_text(text) for text in (value if isinstance(value, list) else [value])):
+        # Bytes that the environment cannot decode are no text that servers can be sent.
+        texts = [text for text in (value if isinstance(value, list) else [value]) if isinstance(text, str)]
+        if any(text.encode(errors="replace").decode() != text for text in texts):
             raise UsageError(f"{name} is no text in {sys.getfilesystemencoding()}, the encoding of this environment")
     connect = NamedConnect("connect", stored["connect"]) if "connect" in stored else None
     if connect is not None and "conninfo" in stored:
@@ -218,11 +220,6 @@ def settings(args: argparse.Namespace) -> Settings:
     except ConfigurationError as error:
         raise UsageError(str(error)) from None
     return result
-
-
-def _is_text(given: object) -> bool:
-    """Whether it is no text, or one that servers can be sent: bytes that the environment cannot decode are not."""
-    return not isinstance(given, str) or given.encode(errors="replace").decode() == given
 
 
 def _help(what: str, key: str) -> str:

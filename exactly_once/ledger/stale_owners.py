@@ -182,11 +182,9 @@ class StaleBackendTerminator:
             watched.pause = min(max(_TURN_SECONDS, 2 * watched.pause), _LONGEST_PAUSE_SECONDS)
             watched.next_look = now + watched.pause
             self._end_blockers(watched)
-            # Who acquires rows tells that himself.
-            if not watched.partitions and not watched.is_told and now - watched.since > STILL_SECONDS:
-                self._tell_blockers(watched)
 
     def _end_blockers(self, watched: _Watched) -> None:
+        """End those of frozen owners; name the others, once, where a unit waits for long."""
         connection = self._connection_now()
         if connection.info.transaction_status is TransactionStatus.INTRANS:
             execute(connection, self._schema, "look_anew")
@@ -211,24 +209,21 @@ class StaleBackendTerminator:
                 tag,
                 extra=about("blocker_ended", group=self._parameters["group_id"], several=watched.partitions),
             )
-
-    def _tell_blockers(self, watched: _Watched) -> None:
-        blockers = execute(self._connection_now(), self._schema, "blockers", pid=watched.pid).fetchall()
-        if not blockers:
-            return
-        watched.is_told = True
-        logger.warning(
-            "a unit, in backend %s, waits for a lock, by now for more than %g s: %s",
-            watched.pid,
-            STILL_SECONDS,
-            "; ".join(
-                f"backend {pid} has it (user {user}, application_name {name!r})"
-                if pid
-                else "a prepared transaction has it (pg_prepared_xacts names it)"
-                for pid, user, name in blockers
-            ),
-            extra=about("unit_blocked", group=self._parameters["group_id"]),
-        )
+        if watched.partitions or watched.is_told or time.monotonic() - watched.since <= STILL_SECONDS:
+            return  # who acquires rows logs that himself
+        prepared = "a prepared transaction has it (pg_prepared_xacts names it)"
+        if said := [
+            f"backend {pid} has it (user {user}, application_name {name!r})" if pid else prepared
+            for pid, user, name in execute(connection, self._schema, "blockers", pid=watched.pid)
+        ]:
+            watched.is_told = True
+            logger.warning(
+                "a unit, in backend %s, waits for a lock, by now for more than %g s: %s",
+                watched.pid,
+                STILL_SECONDS,
+                "; ".join(said),
+                extra=about("unit_blocked", group=self._parameters["group_id"]),
+            )
 
     def _connection_now(self) -> Connection:
         if self._connection is None or is_lost(self._connection):

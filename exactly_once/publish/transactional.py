@@ -136,7 +136,12 @@ class TransactionalProducer(Publisher):
                 try:
                     self._publish(made, time.monotonic() + timeout_seconds)
                 except BaseException:
-                    self._end_interrupted()
+                    # Unknown is what an interruption has left in flight: nobody else publishes now.
+                    batches = [batch for topic in self._topics.values() for batch in set(topic.in_flight.values())]
+                    left = [(batch, range(len(batch.identities))) for batch in batches]
+                    if any(batch.outcome(place) is Outcome.PENDING for batch, places in left for place in places):
+                        self._is_usable = False  # a transaction may be open
+                        conclude(left, Outcome.UNKNOWN, None)
                     raise
         finally:
             self._settle()  # outside of the lock: a callback may publish, too
@@ -159,14 +164,6 @@ class TransactionalProducer(Publisher):
             said = f"the transaction is {verdict.value}"
             problem = self._fenced(said) if self._is_fenced else FAILURES[verdict][1](f"{said}: {error.str()}")
             raise problem from KafkaException(error)
-
-    def _end_interrupted(self) -> None:
-        """Take for unknown what an interruption has left: nobody else publishes now."""
-        batches = [batch for topic in self._topics.values() for batch in set(topic.in_flight.values())]
-        left = [(batch, range(len(batch.identities))) for batch in batches]
-        if any(batch.outcome(place) is Outcome.PENDING for batch, places in left for place in places):
-            self._is_usable = False  # a transaction may be open
-            conclude(left, Outcome.UNKNOWN, None)
 
     def close(self, timeout_seconds: float = _SECONDS) -> None:
         """Let the transaction that is being published end, then close."""
