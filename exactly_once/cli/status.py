@@ -7,7 +7,7 @@ import functools
 import math
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from itertools import groupby
 from typing import Any
@@ -263,12 +263,8 @@ def _print(report: Report) -> None:
         for line in group.lines:
             if line.complaint:
                 output.print_lines(f"{line.stored.place} {line.complaint}", indent="! ")
-        if (claims := group.claims) is not None:
-            held = "for ever"
-            if claims["seconds"] is not None:
-                turned, since = "turned" if claims["turns"] else "began", output.ago(claims["turned_seconds_ago"])
-                held = f"for {claims['seconds']:g} s at least, the window {turned} {since} (turn {claims['turns']})"
-            output.print_lines(f"claims: about {claims['keys']} keys, {claims['bytes']} bytes; held {held}")
+        if group.claims is not None:
+            output.print_lines(_claims_text(group.claims))
     if report.queries:
         if report.groups:
             print()
@@ -286,6 +282,14 @@ def _print(report: Report) -> None:
             since = output.ago(health["snapshot_seconds"]) or "unknown"
             snapshot = f"oldest snapshot: {held}, since {since}, {health['snapshot_transactions']} transactions"
         output.print_lines(f"ledger: {health.get('dead_rows')} dead rows, {health.get('bytes')} bytes; {snapshot}")
+
+
+def _claims_text(claims: Mapping[str, Any]) -> str:
+    size = f"claims: about {claims['keys']} keys, {claims['bytes']} bytes"
+    if claims["seconds"] is None:
+        return f"{size}; held for ever"
+    turned, since = "turned" if claims["turns"] else "began", output.ago(claims["turned_seconds_ago"])
+    return f"{size}; held for {claims['seconds']:g} s at least, the window {turned} {since} (turn {claims['turns']})"
 
 
 def _troubles(report: Report, args: argparse.Namespace) -> list[str]:
