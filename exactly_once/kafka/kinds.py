@@ -43,8 +43,8 @@ def check_choice(name: str, value: object, choices: Collection[object], *others:
 
     :raises ConfigurationError: naming the option and its choices.
     """
-    # Not by `in` alone: 1 is equal to True, and a list has no hash.
-    if not any(value is each or (type(value) is type(each) and value == each) for each in choices):
+    # Not by `in` alone: 1 is equal to True.
+    if not any(isinstance(value, type(each)) and value == each for each in choices):
         raise ConfigurationError(
             f"{name}={value!r} is not possible; choose one of {', '.join(map(str, (*choices, *others)))}"
         )

@@ -8,16 +8,18 @@ import math
 import sys
 from collections.abc import Iterator
 from datetime import UTC, datetime, timedelta
+from enum import StrEnum
 from functools import partial
 from importlib.machinery import ModuleSpec
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import tenacity
 from confluent_kafka import Consumer
 
 from exactly_once import ConfigurationError, DeadLetterLimit, ExactlyOnceConsumer
-from exactly_once.consumer.options import Options, application_of, check_options, check_run
+from exactly_once.consumer.options import Isolation, Options, application_of, check_options, check_run
+from exactly_once.kafka.kinds import check_choice
 from exactly_once.kafka.settings import (
     admin_settings,
     callbacks,
@@ -44,6 +46,20 @@ REST: dict[str, Any] = {
     "name": None,
     "application": None,
 }
+
+
+class Choice(StrEnum):
+    """As an application may keep its settings."""
+
+    ISOLATION = "REPEATABLE READ"
+
+
+def test_a_choice_is_an_equal_value_of_its_kind() -> None:
+    check_choice("isolation", Choice.ISOLATION, get_args(Isolation))
+    check_choice("create_table", value=True, choices=(True, False))
+    for name, value, choices in (("create_table", 1, (True, False)), ("ways", "4", (1, 2, 4)), ("evolve", [], (None,))):
+        with pytest.raises(ConfigurationError, match=f"{name}=.*is not possible; choose one of {choices[0]}"):
+            check_choice(name, value, choices)
 
 
 def checked(kafka: dict[str, Any] | None = None, /, **changed: Any) -> Options:
