@@ -91,7 +91,7 @@ def run(args: argparse.Namespace) -> int:
     settings.opener()
     if args.action in ("show", "drop") and not (args.ids or args.topic):
         listed = command("dead-letters list", settings.group_id, settings.schema)
-        raise UsageError(f"name the dead letters to {args.action}: their ids, which `{listed}` has, or --topic")
+        raise UsageError(f"name the dead letters to {args.action}: their ids, or --topic; `{listed}` shows them")
     handler = Named("--handler", args.handler) if args.action == "replay" else None
     limit = getattr(args, "limit", None)
     with open_database(settings) as session:

@@ -64,8 +64,8 @@ def run(args: argparse.Namespace) -> int:
             where = ("--topic", halted.topic, "--partition", halted.partition, "--to-current")
             reset = command("reset", group_id, session.schema, *where)
             raise CommandError(
-                f"{halted.place} is halted ({halted.halted}): nobody may take it over before somebody has looked, and "
-                f"{reset} lets it go on"
+                f"{halted.place} is halted ({halted.halted}): nobody may take it over before somebody has "
+                f"looked. To let it go on: {reset}"
             )
         cluster = open_cluster(settings) if settings.bootstrap_servers else None
         # At offsets that the log does not have the new side would stop, or start elsewhere.
