@@ -475,7 +475,7 @@ def test_a_command_that_an_error_names_is_about_the_same_group_and_ledger(
         refused = command("hand-over", "--to", "spark", *where).err
         reset = shlex.split(refused[refused.index("exactly-once reset") :])[1:]
         db.execute(sql.SQL("UPDATE {} SET topic_id = NULL").format(rows))
-        assert command(*reset, "--to-offset", 5, "--execute").code == 0
+        assert command(*reset[:-1], "--to-offset", 5, "--execute").code == 0  # in place of --to-current
         moved = db.execute(sql.SQL("SELECT group_id, next_offset FROM {} ORDER BY partition").format(rows)).fetchall()
         assert moved == [(group, 5), (group, 4)]
     finally:
