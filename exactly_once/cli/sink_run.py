@@ -26,7 +26,7 @@ from .problems import CommandError, UsageError
 from .servers import open_cluster
 from .sink_flows import Flow, Run, Task, read_flows, read_run
 from .sink_progress import Counts, Progress, every
-from .sink_tables import SAMPLE, NoColumns, made_ready, prepare
+from .sink_tables import SAMPLE, NoColumns, made_ready, opened, prepare
 from .sink_worker import fail, set_up_logs, work, work_alone
 
 logger = logging.getLogger(__name__)
@@ -146,8 +146,7 @@ def _dry_run(args: argparse.Namespace, task: Task, flows: Sequence[Flow]) -> int
     """Do all of it to the first messages, in a transaction that is rolled back."""
     shown: list[dict[str, Any]] = []
     for flow in flows:
-        with task.settings.opener()() as connection:
-            connection.autocommit = False
+        with opened(task) as connection:
             try:
                 ready = made_ready(task, flow, connection, is_dry=True)
             except NoColumns as error:

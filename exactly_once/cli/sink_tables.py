@@ -6,9 +6,10 @@ import contextlib
 import itertools
 import logging
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
+from uuid import uuid4
 
 import msgspec
 import psycopg
@@ -25,6 +26,7 @@ from exactly_once.ledger.outcome import PATIENCE_SECONDS
 from exactly_once.ledger.retry import waiting
 from exactly_once.ledger.session import Connection, cursor_on
 from exactly_once.ledger.sql import query
+from exactly_once.ledger.stale_owners import StaleBackendTerminator
 from exactly_once.writer import BadRow, TableError, ddl
 from exactly_once.writer.errors import NAME_BYTES, TableMissing, cut, place_of, way_on
 from exactly_once.writer.evolving import type_of, types_in, wider
@@ -87,6 +89,17 @@ class Ready:
                 ) from error
 
 
+@contextlib.contextmanager
+def opened(task: Task) -> Iterator[Connection]:
+    """Open a connection whose transaction says for whom it waits: a table may be locked by another session."""
+    connect, schema, group_id = task.settings.opener(), task.settings.schema, task.kafka["group.id"]
+    watcher = StaleBackendTerminator(connect, schema=schema, group_id=group_id, instance=uuid4())
+    with contextlib.closing(watcher), connect() as connection:
+        connection.autocommit = False
+        with watcher.acquiring(connection.info.backend_pid, ()):
+            yield connection
+
+
 def prepare(task: Task, flow: Flow, sent: Sequence[Message] = ()) -> Flow:
     """Make or extend the table where that was asked for, and see to it that it takes what it will be given.
 
@@ -95,8 +108,7 @@ def prepare(task: Task, flow: Flow, sent: Sequence[Message] = ()) -> Flow:
     :raises NoColumns: where there is no table, and nothing to make it from.
     """
     while True:
-        with task.settings.opener()() as connection:
-            connection.autocommit = False
+        with opened(task) as connection:
             try:
                 ready = made_ready(task, flow, connection, sent=sent)
                 ready.make(connection)

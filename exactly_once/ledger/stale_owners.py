@@ -218,7 +218,7 @@ class StaleBackendTerminator:
         ]:
             watched.is_told = True
             logger.warning(
-                "a unit, in backend %s, waits for a lock, by now for more than %g s: %s",
+                "our backend %s waits for a lock, by now for more than %g s: %s",
                 watched.pid,
                 STILL_SECONDS,
                 "; ".join(said),

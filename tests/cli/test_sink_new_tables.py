@@ -20,6 +20,7 @@ from exactly_once.cli.options import Settings
 from exactly_once.cli.problems import CommandError
 from exactly_once.cli.sink_flows import Flow, Run, Task
 from exactly_once.cli.sink_tables import prepare
+from exactly_once.ledger import stale_owners
 from exactly_once.writer import TableChanged, TableSink
 from exactly_once.writer.from_json import JsonDecoder
 from tests.cli.conftest import Command
@@ -139,6 +140,25 @@ def test_a_table_that_another_worker_is_making_is_taken(
         other.commit()
     thread.join(120)
     assert [each.table for each in made] == [name]
+
+
+@pytest.mark.parametrize("how", ["--until-end", "--dry-run"])
+def test_who_has_locked_the_table_is_told_before_the_first_unit(
+    how: str, operate: Command, bootstrap_servers: str, name: str, db: Database, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(stale_owners, "STILL_SECONDS", 0.1)
+    topic = create_topic(bootstrap_servers, 1, name=name)
+    send(bootstrap_servers, topic, [("0", {"id": 1})], 1)
+    db.execute(f"CREATE TABLE {name} (id int)")
+    with psycopg.connect(db.info.dsn, password=db.info.password, application_name="nightly report") as other:
+        other.execute(f"LOCK TABLE {name}")
+        unlock = threading.Timer(8, other.rollback)
+        unlock.start()
+        done = operate("sink", "--topic", topic, "--table", name, "--start", "earliest", how)
+        unlock.join()
+        pid = other.info.backend_pid
+    assert done.code == 0, done.err
+    assert done.err.count(f"backend {pid} has it (user postgres, application_name 'nightly report')") == 1
 
 
 def test_two_workers_add_the_same_columns_to_two_tables(
