@@ -23,6 +23,7 @@ from exactly_once._failpoints import failpoint
 from exactly_once._log import about
 from exactly_once._model import Partition, RangePolicy, StartPolicy
 from exactly_once.kafka import settings
+from exactly_once.kafka.guard import leave_in_children
 from exactly_once.kafka.log import kafka_logger
 from exactly_once.ledger.claims import ClaimsWindow
 from exactly_once.ledger.dead_letters import DeadLetterLimit
@@ -212,6 +213,7 @@ class ExactlyOnceConsumer:
         self._warned: set[tuple[int, str]] = set()
         self._assemble(self._options, metrics)
         self._client = self._open_client()
+        leave_in_children(self)
 
     def _assemble(self, options: Options, metrics: Metrics | None) -> None:
         """Make the parts and connect them; nothing is contacted yet."""

@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from exactly_once._log import about, named
 from exactly_once.errors import ConfigurationError
+from exactly_once.kafka.guard import Guard
 from exactly_once.kafka.kinds import check_kinds
 
 from .errors import FilterUnavailable
 from .filter import ANSWERS, CHANGES, DUPLICATE, NEW, UNKNOWN, Change, Filter, KeyState, State, Stats
-from .guard import Guard
 from .keys import GivenKey, checked_all, encoded
 
 if TYPE_CHECKING:

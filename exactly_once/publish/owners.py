@@ -13,11 +13,11 @@ from uuid import uuid4
 
 from exactly_once._log import about, named
 from exactly_once.errors import ConfigurationError
+from exactly_once.kafka.guard import Guard
 from exactly_once.kafka.kinds import check_kinds
 from exactly_once.ledger.session import Connection
 
 from .errors import FilterUnavailable, NameTaken, ProducerFenced
-from .guard import Guard
 from .keys import NAME, is_name
 from .store import Store
 

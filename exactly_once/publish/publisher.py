@@ -21,12 +21,12 @@ from confluent_kafka import KafkaError, KafkaException, Producer
 from exactly_once._log import about
 from exactly_once._model import Partition
 from exactly_once.errors import ClientFailed, ConfigurationError
+from exactly_once.kafka.guard import Guard, leave_in_children
 
 from .chain import Link
 from .delivery import Batch, Call, Callback, Delivery, Extra, Outcome
 from .errors import KeyRefused, PublishError, Undelivered
 from .filter import Filter, NoFilter, Resolved
-from .guard import Guard, leave_in_children
 from .headers import Headers, headers_of, kept, key_of, sequence_of, with_key, with_sequence
 from .keys import GivenKey, checked_all
 from .options import PublishOptions, client_settings, named_alike

@@ -10,6 +10,7 @@ import psycopg
 from psycopg.pq import TransactionStatus
 
 from exactly_once.errors import ConfigurationError
+from exactly_once.kafka.guard import Guard
 from exactly_once.kafka.kinds import check_kinds
 from exactly_once.ledger import migrate as schemas
 from exactly_once.ledger.commands import grants_hint
@@ -17,7 +18,6 @@ from exactly_once.ledger.migrate import check_schema_name
 from exactly_once.ledger.session import Connection, Session, connector, execute
 
 from .errors import FilterUnavailable, ProducerFenced
-from .guard import Guard
 
 T = TypeVar("T")
 Rows = Sequence[tuple[Any, ...]]

@@ -5,6 +5,8 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -23,7 +25,7 @@ from tests.support import journal
 from tests.support.interrupts import Interrupt, Interrupter
 from tests.support.topics import create_topic, produce
 from tests.support.waiting import until
-from tests.support.worker import FAILED, Crew, drain, ensure_journal, record
+from tests.support.worker import FAILED, ROOT, Crew, drain, ensure_journal, record
 
 PARTITIONS = 2
 MESSAGES = 200
@@ -192,6 +194,45 @@ def test_use_in_a_forked_child_is_refused(make_consumer: MakeConsumer, topic: st
     assert "another process" in answers.get()
     assert drain(consumer) == 0
     consumer.close()
+
+
+PARENT = """
+import gc, os, sys, time
+from exactly_once import ExactlyOnceConsumer
+
+servers, conninfo, topic = sys.argv[1:]
+consumer = ExactlyOnceConsumer({"bootstrap.servers": servers, "group.id": topic}, conninfo=conninfo, start="earliest")
+consumer.subscribe([topic])
+for unit in consumer.units(until_end=True):
+    with unit:
+        pass
+children = []
+for _ in range(5):
+    if (child := os.fork()) == 0:
+        del unit, consumer
+        gc.collect()
+        sys.exit(0)
+    children.append(child)
+ends = []
+deadline = time.monotonic() + 60
+while len(ends) < len(children) and time.monotonic() < deadline:
+    ended, status = os.waitpid(children[len(ends)], os.WNOHANG)
+    if ended:
+        ends.append(os.waitstatus_to_exitcode(status))
+    else:
+        time.sleep(0.05)
+for child in children[len(ends):]:
+    os.kill(child, 9)
+consumer.close()
+print(ends)
+"""
+
+
+def test_children_that_end_leave_the_client_to_their_parent(bootstrap_servers: str, conninfo: str, topic: str) -> None:
+    """The client cannot be freed where its threads are not: the child crashed, or hung, in the garbage collector."""
+    command = [sys.executable, "-W", "ignore", "-c", PARENT, bootstrap_servers, conninfo, topic]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=150, cwd=ROOT, check=False)
+    assert (done.returncode, done.stdout) == (0, "[0, 0, 0, 0, 0]\n"), done.stderr
 
 
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")

@@ -526,7 +526,7 @@ PUBLISHING = (
         ),
     ),
     *each(
-        "exactly_once/publish/guard.py",
+        "exactly_once/kafka/guard.py",
         ("tests/publish/test_forked.py::test_a_child_leaves_its_parents_producer_alone[numbers-free]",),
         (
             "child-frees",

@@ -18,7 +18,7 @@ _holders: weakref.WeakSet[object] = weakref.WeakSet()
 
 
 def leave_in_children(holder: object) -> None:
-    """See to it that no child of this process frees the client: it would wait for threads that it has not, for ever."""
+    """See to it that no forked child frees ``holder._client``: it would crash, or wait for threads that it has not."""
     _holders.add(holder)
 
 
