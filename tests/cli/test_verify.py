@@ -22,6 +22,7 @@ from confluent_kafka.admin import AdminClient
 
 from exactly_once.cli import main
 from exactly_once.demo import payments
+from exactly_once.demo.display import Display
 from exactly_once.soak import pipeline
 from exactly_once.soak.pipeline import Pipeline, Verdict, compare, counted
 from tests.cli.conftest import Command
@@ -255,6 +256,30 @@ def test_without_a_fault_nothing_is_shown(
     options = ["--seconds", "1", "--fault", "cut-after", "--processes", "1", "--patience-seconds", "60"]
     status, verdict = verify(ELSEWHERE.replace("% 10 != 3", ">= 0"), *options)
     assert (status, verdict["ok"], verdict["lost"], verdict["faults"]) == (3, False, 0, {})
+
+
+@pytest.mark.parametrize(
+    ("struck", "hint"),
+    [
+        ({"pause": 1, "cut-after": 1}, "never struck: kill, cut-before; a longer run has more faults"),
+        (
+            {"pause": 1, "kill": 1},
+            "never struck: cut-before, cut-after; cuts need the {conninfo} that --start is given",
+        ),
+    ],
+)
+def test_what_never_struck_has_a_reason_that_holds(
+    verify: Verify,
+    monkeypatch: pytest.MonkeyPatch,
+    struck: dict[str, int],
+    hint: str,
+) -> None:
+    """The verdict is given: which faults a short run draws is chance."""
+    shown: list[str] = []
+    monkeypatch.setattr(Display, "line", lambda _, text: shown.append(text))
+    monkeypatch.setattr("exactly_once.cli.verify.verify", lambda *_: Verdict(messages=1, faults=Counter(struck)))
+    assert verify(OURS)[0] == 0
+    assert hint in shown
 
 
 @pytest.mark.parametrize(
