@@ -123,6 +123,40 @@ def test_what_a_pipeline_leaves_out_and_repeats_is_counted(verify: Verify) -> No
     assert verdict["doubled"] > 0
 
 
+# Does nothing at first, as one whose group waits for the session of a killed member.
+SLOW_TO_START = """
+import json, os, sys, time
+import psycopg
+from confluent_kafka import OFFSET_BEGINNING, Consumer, TopicPartition
+
+open(f"started-{os.getpid()}", "w").close()
+time.sleep(4)
+servers, conninfo, topic = sys.argv[1:]
+consumer = Consumer({"bootstrap.servers": servers, "group.id": topic, "auto.offset.reset": "earliest",
+                     "enable.auto.commit": False})
+consumer.assign([TopicPartition(topic, partition, OFFSET_BEGINNING) for partition in range(6)])
+with psycopg.connect(conninfo, autocommit=True) as connection:
+    while True:
+        message = consumer.poll(0.1)
+        if message is not None and not message.error():
+            connection.execute(f'INSERT INTO "{topic}" VALUES (%s)', [json.loads(message.value())["n"]])
+            open(f"worked-{os.getpid()}", "w").close()
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("own_servers")
+def test_faults_strike_a_pipeline_that_works(verify: Verify, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A plain loop passed 17 of them: each struck while its group waited for the last victim."""
+    monkeypatch.chdir(tmp_path)
+    options = ["--seconds", "16", "--fault", "kill", "--processes", "1"]
+    status, verdict = verify(SLOW_TO_START, *options)
+    started, worked = (len(list(tmp_path.glob(f"{what}-*"))) for what in ("started", "worked"))
+    assert (status, verdict.get("lost")) == (1, 0), verdict
+    assert worked >= 2
+    assert started - worked <= 1  # the last fault comes when the time is over, whatever the pipeline does
+
+
 # Leaves its parent, its session and its process group, as a service of old times does.
 IN_THE_BACKGROUND = (
     """
