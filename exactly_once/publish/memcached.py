@@ -85,6 +85,9 @@ class SharedSlotFilter(Filter[GivenKey]):
                 f"lease_seconds={lease_seconds!r} must lie between 1 and {_LONGEST_LEASE} (30 days): memcached "
                 "takes more for a date"
             )
+        # With 0 memcached is never asked, and "treat_as_new" lets everything through.
+        if not 0 < timeout_seconds <= _LONGEST_LEASE:
+            raise ConfigurationError(f"timeout_seconds={timeout_seconds!r} must be positive, {_LONGEST_LEASE} at most")
         if on_unavailable not in ("raise", "treat_as_new"):
             raise ConfigurationError(f"on_unavailable={on_unavailable!r} is not possible; raise or treat_as_new")
         try:

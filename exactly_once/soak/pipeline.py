@@ -37,6 +37,7 @@ _PAUSE_SECONDS = 12.0
 # How long a COMMIT is waited for that is to be cut.
 _CUT_SECONDS = 5.0
 _LOOK_SECONDS = 0.5
+_WORKS_SECONDS = 0.1  # how soon it is seen that the pipeline works
 _LOOKS = 3  # a process that goes into the background forks twice
 _LONGEST_SECONDS = 86_400.0  # of a time-out; Postgres counts milliseconds in 32 bits
 _STOP_SECONDS = 20.0  # for an end in good order; nothing is counted behind it
@@ -275,6 +276,11 @@ def verify(plan: Plan, display: Display, log: IO[bytes]) -> Verdict:
         while (elapsed := time.monotonic() - began_at) < plan.seconds:
             source.publish(0.1 + 0.8 * elapsed / plan.seconds)
             pipeline.work(chance.uniform(*_BETWEEN_SECONDS))
+            # A pipeline that is idle, or waits for its group, loses and doubles nothing: strike while it works.
+            seen = effects(plan)
+            while effects(plan) == seen and (elapsed := time.monotonic() - began_at) < plan.seconds:
+                source.publish(0.1 + 0.8 * elapsed / plan.seconds)
+                pipeline.work(_WORKS_SECONDS)
             fault = chance.choice(plan.faults)
             if fault in ("kill", "pause"):
                 # What has ended by itself just now has nothing to lose.

@@ -22,6 +22,7 @@ from confluent_kafka.admin import AdminClient
 
 from exactly_once.cli import main
 from exactly_once.demo import payments
+from exactly_once.demo.display import Display
 from exactly_once.soak import pipeline
 from exactly_once.soak.pipeline import Pipeline, Verdict, compare, counted
 from tests.cli.conftest import Command
@@ -120,6 +121,40 @@ def test_what_a_pipeline_leaves_out_and_repeats_is_counted(verify: Verify) -> No
     assert verdict["lost"] == 60
     assert verdict["examples"]["lost"] == ["3", "13", "23", "33", "43"]
     assert verdict["doubled"] > 0
+
+
+# Does nothing at first, as one whose group waits for the session of a killed member.
+SLOW_TO_START = """
+import json, os, sys, time
+import psycopg
+from confluent_kafka import OFFSET_BEGINNING, Consumer, TopicPartition
+
+open(f"started-{os.getpid()}", "w").close()
+time.sleep(4)
+servers, conninfo, topic = sys.argv[1:]
+consumer = Consumer({"bootstrap.servers": servers, "group.id": topic, "auto.offset.reset": "earliest",
+                     "enable.auto.commit": False})
+consumer.assign([TopicPartition(topic, partition, OFFSET_BEGINNING) for partition in range(6)])
+with psycopg.connect(conninfo, autocommit=True) as connection:
+    while True:
+        message = consumer.poll(0.1)
+        if message is not None and not message.error():
+            connection.execute(f'INSERT INTO "{topic}" VALUES (%s)', [json.loads(message.value())["n"]])
+            open(f"worked-{os.getpid()}", "w").close()
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("own_servers")
+def test_faults_strike_a_pipeline_that_works(verify: Verify, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A plain loop passed 17 of them: each struck while its group waited for the last victim."""
+    monkeypatch.chdir(tmp_path)
+    options = ["--seconds", "16", "--fault", "kill", "--processes", "1"]
+    status, verdict = verify(SLOW_TO_START, *options)
+    started, worked = (len(list(tmp_path.glob(f"{what}-*"))) for what in ("started", "worked"))
+    assert (status, verdict.get("lost")) == (1, 0), verdict
+    assert worked >= 2
+    assert started - worked <= 1  # the last fault comes when the time is over, whatever the pipeline does
 
 
 # Leaves its parent, its session and its process group, as a service of old times does.
@@ -255,6 +290,30 @@ def test_without_a_fault_nothing_is_shown(
     options = ["--seconds", "1", "--fault", "cut-after", "--processes", "1", "--patience-seconds", "60"]
     status, verdict = verify(ELSEWHERE.replace("% 10 != 3", ">= 0"), *options)
     assert (status, verdict["ok"], verdict["lost"], verdict["faults"]) == (3, False, 0, {})
+
+
+@pytest.mark.parametrize(
+    ("struck", "hint"),
+    [
+        ({"pause": 1, "cut-after": 1}, "never struck: kill, cut-before; a longer run has more faults"),
+        (
+            {"pause": 1, "kill": 1},
+            "never struck: cut-before, cut-after; cuts need the {conninfo} that --start is given",
+        ),
+    ],
+)
+def test_what_never_struck_has_a_reason_that_holds(
+    verify: Verify,
+    monkeypatch: pytest.MonkeyPatch,
+    struck: dict[str, int],
+    hint: str,
+) -> None:
+    """The verdict is given: which faults a short run draws is chance."""
+    shown: list[str] = []
+    monkeypatch.setattr(Display, "line", lambda _, text: shown.append(text))
+    monkeypatch.setattr("exactly_once.cli.verify.verify", lambda *_: Verdict(messages=1, faults=Counter(struck)))
+    assert verify(OURS)[0] == 0
+    assert hint in shown
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import signal
 import threading
 import time
@@ -284,11 +285,13 @@ def test_to_close_waits_for_one_command_and_not_for_a_batch() -> None:
 
 
 @pytest.mark.parametrize(
-    "options", [{"slots": 0}, {"slots": 1, "on_unavailable": "hope"}, {"slots": 1, "lease_seconds": 0.5}]
+    "options",
+    [{"slots": 0}, {"slots": 1, "on_unavailable": "hope"}, {"slots": 1, "lease_seconds": 0.5}]
+    + [{"slots": 1, "timeout_seconds": seconds} for seconds in (-1, 0, 1e12, math.inf)],
 )
-def test_options_that_cannot_be_are_refused(options: dict[str, object]) -> None:
+def test_options_that_cannot_be_are_refused(options: dict[str, Any]) -> None:
     with pytest.raises(ConfigurationError):
-        SharedSlotFilter(("nowhere", 1), prefix="", **options)  # type: ignore[arg-type]
+        SharedSlotFilter(("nowhere", 1), prefix="", **options)
 
 
 @pytest.mark.parametrize(
