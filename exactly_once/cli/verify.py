@@ -152,18 +152,15 @@ def run(args: argparse.Namespace) -> int:
         for kind, numbers in verdict.examples.items():
             display.line(f"  {kind}: {', '.join(numbers)} ...")
         if never := [kind for kind in plan.faults if not verdict.faults[kind]]:
-            # Where one kind of cut has struck, connections are made as they must be.
-            has_cut = any("cut" in kind for kind in verdict.faults)
-            is_outside = not has_cut and any("cut" in kind for kind in never)
+            cuts = {kind for kind in plan.faults if "cut" in kind}  # where one has struck, the pipeline is reached
+            is_outside = bool(cuts) and cuts <= set(never)
             hint = "cuts need the {conninfo} that --start is given" if is_outside else "a longer run has more faults"
             display.line(f"never struck: {', '.join(never)}; {hint}")
         if not verdict.is_shown:
             display.log("nothing is shown: no fault struck", style="bold red")
         if args.json:
             print(json.dumps({**verdict.as_dict(), "seed": seed}), flush=True)
-    if not verdict.is_exact:
-        return 1
-    return 0 if verdict.is_shown else CUT_SHORT
+    return 1 if not verdict.is_exact else 0 if verdict.is_shown else CUT_SHORT
 
 
 def _words(command: str) -> list[str]:
