@@ -455,8 +455,8 @@ OPERATING = (
         (
             "verify-calm",
             "a pipeline at which no fault struck is exact",
-            "return 0 if verdict.is_shown else CUT_SHORT",
-            "return 0",
+            "else 0 if verdict.is_shown else CUT_SHORT",
+            "else 0",
         ),
     ),
     *each(
