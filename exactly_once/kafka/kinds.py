@@ -43,8 +43,7 @@ def check_choice(name: str, value: object, choices: Collection[object], *others:
 
     :raises ConfigurationError: naming the option and its choices.
     """
-    # Not by `in` alone: 1 is equal to True.
-    if not any(isinstance(value, type(each)) and value == each for each in choices):
+    if value not in choices:
         raise ConfigurationError(
             f"{name}={value!r} is not possible; choose one of {', '.join(map(str, (*choices, *others)))}"
         )
