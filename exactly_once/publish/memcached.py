@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 from exactly_once._log import about, named
 from exactly_once.errors import ConfigurationError
 from exactly_once.kafka.guard import Guard
-from exactly_once.kafka.kinds import check_kinds
+from exactly_once.kafka.kinds import check_choice, check_kinds
 
 from .errors import FilterUnavailable
 from .filter import ANSWERS, CHANGES, DUPLICATE, NEW, UNKNOWN, Change, Filter, KeyState, State, Stats
@@ -88,8 +88,7 @@ class SharedSlotFilter(Filter[GivenKey]):
         # With 0 memcached is never asked, and "treat_as_new" lets everything through.
         if not 0 < timeout_seconds <= _LONGEST_LEASE:
             raise ConfigurationError(f"timeout_seconds={timeout_seconds!r} must be positive, {_LONGEST_LEASE} at most")
-        if on_unavailable not in ("raise", "treat_as_new"):
-            raise ConfigurationError(f"on_unavailable={on_unavailable!r} is not possible; raise or treat_as_new")
+        check_choice("on_unavailable", on_unavailable, ("raise", "treat_as_new"))
         try:
             from pymemcache.client.base import Client  # noqa: PLC0415 - only who uses it needs it
             from pymemcache.exceptions import MemcacheError  # type: ignore[import-untyped]  # noqa: PLC0415

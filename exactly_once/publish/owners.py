@@ -255,15 +255,12 @@ def _as_json(positions: Positions) -> str:
     """
     given: object = positions
     of_topics = given.values() if isinstance(given, Mapping) else [None]
-    if not all(
-        isinstance(of_topic, Mapping)
-        and all(
-            key == TOPIC_ID or all(type(number) is int and number >= 0 for number in (key, offset))
-            for key, offset in of_topic.items()
-        )
-        for of_topic in of_topics
-    ):
+    if not all(isinstance(of_topic, Mapping) and all(map(_is_position, of_topic.items())) for of_topic in of_topics):
         raise ConfigurationError(
             f"positions={given!r} must be what end_positions() returns: {{topic: {{partition: offset}}}}"
         )
     return json.dumps(positions)
+
+
+def _is_position(given: tuple[object, object]) -> bool:
+    return given[0] == TOPIC_ID or all(type(number) is int and number >= 0 for number in given)

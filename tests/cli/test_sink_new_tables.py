@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import subprocess
 import sys
 import threading
@@ -152,11 +153,26 @@ def test_who_has_locked_the_table_is_told_before_the_first_unit(
     db.execute(f"CREATE TABLE {name} (id int)")
     with psycopg.connect(db.info.dsn, password=db.info.password, application_name="nightly report") as other:
         other.execute(f"LOCK TABLE {name}")
-        unlock = threading.Timer(8, other.rollback)
-        unlock.start()
-        done = operate("sink", "--topic", topic, "--table", name, "--start", "earliest", how)
-        unlock.join()
         pid = other.info.backend_pid
+        told = threading.Event()
+
+        def note(record: logging.LogRecord) -> bool:
+            if getattr(record, "action", "") == "unit_blocked":
+                told.set()
+            return True
+
+        def unlock() -> None:
+            told.wait(60)
+            other.rollback()
+
+        waiting = threading.Thread(target=unlock)
+        stale_owners.logger.addFilter(note)
+        try:
+            waiting.start()
+            done = operate("sink", "--topic", topic, "--table", name, "--start", "earliest", how)
+        finally:
+            stale_owners.logger.removeFilter(note)
+            waiting.join()
     assert done.code == 0, done.err
     assert done.err.count(f"backend {pid} has it (user postgres, application_name 'nightly report')") == 1
 

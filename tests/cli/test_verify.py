@@ -147,7 +147,7 @@ with psycopg.connect(conninfo, autocommit=True) as connection:
 @pytest.mark.slow
 @pytest.mark.usefixtures("own_servers")
 def test_faults_strike_a_pipeline_that_works(verify: Verify, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """A plain loop passed 17 of them: each struck while its group waited for the last victim."""
+    """What does nothing when it is struck doubles nothing: a plain loop passed 17 kills."""
     monkeypatch.chdir(tmp_path)
     options = ["--seconds", "16", "--fault", "kill", "--processes", "1"]
     status, verdict = verify(SLOW_TO_START, *options)
