@@ -50,8 +50,8 @@ def text_of(error: object) -> str:
 
 
 def named(error: BaseException | None) -> str:
-    """Return the class of an error and what it says."""
-    return f"{type(error).__name__}: {text_of(error)}"
+    """Return the class of an error and what it says, if it says anything."""
+    return ": ".join(filter(None, (type(error).__name__, text_of(error))))
 
 
 def ago(seconds: float | None) -> str | None:

@@ -11,6 +11,7 @@ in the log; releasing an unknown key makes it absent: somebody has read the log.
 
 from __future__ import annotations
 
+import math
 import threading
 from abc import ABC, abstractmethod
 from collections import deque
@@ -115,6 +116,8 @@ class Filter(ABC, Generic[G_contra]):
     """The only topic that it serves, set by the first producer that uses it."""
     is_remote = False
     """Whether its changes wait for a server."""
+    reserved_seconds: float = math.inf
+    """For how long a key stays reserved whose process says nothing more."""
 
     def reserve(self, key: G_contra) -> State:
         """Ask for the right to send ``key``; with NEW or UNKNOWN the caller has it and must settle it."""

@@ -100,7 +100,7 @@ class SharedSlotFilter(Filter[GivenKey]):
             server, connect_timeout=timeout_seconds, timeout=timeout_seconds, no_delay=True, default_noreply=False
         )
         self._prefix = prefix
-        self._lease_seconds = lease_seconds
+        self.reserved_seconds = lease_seconds
         self.slots = slots
         self._lets_through = on_unavailable == "treat_as_new"
         self._hash_key = blake2b(hash_key).digest()[:32]
@@ -227,7 +227,7 @@ class SharedSlotFilter(Filter[GivenKey]):
     def _swap(self, slot: int, proof: object, new: Slot | None) -> bool:
         """Put something else into a slot if it is unchanged."""
         value = _EMPTY if new is None else new.digest + new.state.value.encode() + new.owner
-        expire = self._lease_seconds if new is not None and new.state in _OPEN else 0
+        expire = self.reserved_seconds if new is not None and new.state in _OPEN else 0
         if proof is _MISSING:
             return bool(self._ask("add", self._name(slot), value, expire))
         # None means that memcached has dropped the slot meanwhile: read it again.

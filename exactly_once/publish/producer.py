@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import math
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -28,8 +27,6 @@ from .transactional import TransactionalProducer, conclude
 
 logger = logging.getLogger(__name__)
 
-# librdkafka's default of message.timeout.ms.
-_TIMEOUT_MS = 300_000
 # For one attempt: the brokers' default of how long a transaction may last.
 _SECONDS = 60.0
 # Between two attempts: brokers that refuse at once are not asked without end.
@@ -179,20 +176,18 @@ class DedupProducer(Publisher):
         if not options.get("transactions", True):
             return False
         if self._committer is None:
-            # To the client none means that there is no end.
-            timeout_ms = float(self._settings.get("message.timeout.ms", _TIMEOUT_MS)) or math.inf
             settings = {**self._settings, "transactional.id": f"exactly-once-{self.producer_name}"}
             # Of one transaction: the client refuses more. Those of one that failed are sent again.
             limit_ms = float(settings.get("transaction.timeout.ms", 1000 * _SECONDS))
-            settings["message.timeout.ms"] = int(min(timeout_ms, limit_ms))
+            settings["message.timeout.ms"] = int(min(1000 * self.send_seconds, limit_ms))
             inner = TransactionalProducer(settings, dedup=NoFilter(), producer_name=self.producer_name)
-            inner.find_seconds = min(_SECONDS, timeout_ms / 1000)
+            inner.find_seconds = min(_SECONDS, self.send_seconds)
             inner.logs = self._logs
             self._committer = Committer(
                 inner,
                 messages=options.get("commit_messages", 5000),
                 seconds=options.get("commit_seconds", 0.5),
-                timeout=timeout_ms / 1000,
+                timeout=self.send_seconds,
             )
         return True
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import threading
 import time
 from collections import deque
@@ -41,6 +42,8 @@ logger = logging.getLogger(__name__)
 
 _STATES = ("confirmed", "in_flight", "unknown", "evicted", "evicted_young", "failed_open")
 CLOSE_SECONDS = 30.0
+# librdkafka's default of message.timeout.ms.
+_TIMEOUT_MS = 300_000
 _ROOM_SECONDS = 0.1
 _CLOSED = "the producer is closed: make a new one"
 _FATAL = "the client met a fatal error: make a new producer"
@@ -185,6 +188,12 @@ class Publisher:
             self._ended.wait(seconds)
         elif not self.is_ended:
             raise ConfigurationError("a callback that close() calls waits for another message: it would wait for ever")
+
+    @property
+    def send_seconds(self) -> float:
+        """For how long the client tries to send a message."""
+        # To the client none means that there is no end.
+        return float(self._settings.get("message.timeout.ms", _TIMEOUT_MS)) / 1000 or math.inf
 
     def last_sequence_id(self, topic: str) -> int:
         """Return the number up to which everything pushed is in the log, -1 if there is none; recovered at the start.
@@ -547,6 +556,13 @@ class Publisher:
                     )
                 made.check_topic(name)
                 made.topic = name
+                if made.reserved_seconds <= self.send_seconds:
+                    said = (
+                        "%r: a key stays reserved for %g s, and its message may wait for %g s: another process may "
+                        "send it as well. Give a longer lease_seconds=, or a shorter message.timeout.ms"
+                    )
+                    extra = about("lease_short") | {"topic": name}
+                    logger.warning(said, name, made.reserved_seconds, self.send_seconds, extra=extra)
             for owner in getattr(made, "owners", (getattr(made, "owner", None),)):
                 self._check_owner(owner)
             if isinstance(made, SequenceFilter):

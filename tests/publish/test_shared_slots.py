@@ -16,7 +16,7 @@ from uuid import uuid4
 import pytest
 
 from exactly_once import ConfigurationError
-from exactly_once.publish import FilterUnavailable, SharedSlotFilter, State
+from exactly_once.publish import DedupProducer, FilterUnavailable, SharedSlotFilter, State
 from exactly_once.publish.keys import encoded
 from exactly_once.publish.memcached import Slot
 from tests.support.memcached import Memcached, missing_memcached
@@ -202,7 +202,7 @@ def test_memcached_that_is_gone_stops_publishing_or_lets_everything_through_by_c
         closed.confirm("a")
         server.stop()
         # The client's own error for a connection that the server has closed has no text.
-        with pytest.raises(FilterUnavailable, match=rf"memcached at 127.0.0.1:{server.port} .*: \w+Error: "):
+        with pytest.raises(FilterUnavailable, match=rf"memcached at 127.0.0.1:{server.port} .*: \w+Error$"):
             closed.reserve("a")
         assert opened.reserve_many(["a", "b"]) == [NEW, NEW]
         opened.confirm_many(["a", "b"])
@@ -216,6 +216,23 @@ def test_memcached_that_is_gone_stops_publishing_or_lets_everything_through_by_c
         assert opened.stats().in_flight == 0
         closed.close()
         opened.close()
+
+
+def test_a_lease_that_ends_before_a_message_may_be_sent_is_told(
+    memcached: Memcached, name: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    def told(lease_seconds: int, **kafka: Any) -> int:
+        made = SharedSlotFilter(memcached.address, prefix=name, slots=16, lease_seconds=lease_seconds)
+        caplog.clear()
+        with DedupProducer({"bootstrap.servers": "127.0.0.1:1", **kafka}, dedup=made) as producer:
+            producer.filter_of("orders")
+            producer.filter_of("orders")
+        return sum(getattr(record, "action", "") == "lease_short" for record in caplog.records)
+
+    assert told(600) == 0
+    assert told(300) == 1, "a message waits for 300 s by default"
+    assert told(300, **{"message.timeout.ms": 299_000}) == 0
+    assert told(600, **{"delivery.timeout.ms": "0"}) == 1, "for ever"
 
 
 def test_a_message_that_failed_while_memcached_stood_still_may_be_sent_again(name: str) -> None:
