@@ -18,7 +18,7 @@ from .servers import open_database
 _STATUS = """\
 Show owners and their leases, windows with their keys in flight and unknown, and chains with their gaps. A window is
 scanned for that. With --topic the topic is read, too: up to which number each producer's messages are there, and
-how many are there beyond a gap."""
+how many are there beyond a gap. Then the database may be left out, which numbers do not need."""
 
 _QUERIES = {
     "window": "publish_show_window",
@@ -40,25 +40,24 @@ def add_parser(subparsers: argparse._SubParsersAction[Any]) -> None:
 
 def run(args: argparse.Namespace) -> int:
     settings = options.settings(args)
-    settings.opener()
-    with open_database(settings) as session, cursor_on(session.connection, dict_row) as cursor:
-        found: dict[str, Any] = {
-            part: cursor.execute(query(name, session.schema), prepare=False, binary=True).fetchall()
-            for part, name in _QUERIES.items()
-        }
+    found: dict[str, Any] = {}
+    if settings.connect or settings.conninfo or not args.topic:  # numbers alone need no database
+        with open_database(settings) as session, cursor_on(session.connection, dict_row) as cursor:
+            for part, name in _QUERIES.items():
+                found[part] = cursor.execute(query(name, session.schema), prepare=False, binary=True).fetchall()
+        (found["window"],) = found["window"]
     found["sequences"] = [
         {"topic": topic, "producer": name, "persisted": persisted, "beyond_a_gap": len(beyond)}
         for topic in args.topic
         for name, (persisted, beyond) in sorted(sequences_in(settings.admin(), topic).items())
     ]
-    (found["window"],) = found["window"]
     if args.json:
         output.print_json(found)
         return 0
-    window = found.pop("window")
-    seconds = "not agreed yet" if window["seconds"] is None else f"{window['seconds']:g} s"
-    output.print_lines(f"window: {seconds}; the younger generation is {window['generation_seconds']:.0f} s old")
-    for owner in found["owners"]:  # as the table has no room for the time itself, nor for long names
+    if window := found.pop("window", None):
+        seconds = "not agreed yet" if window["seconds"] is None else f"{window['seconds']:g} s"
+        output.print_lines(f"window: {seconds}; the younger generation is {window['generation_seconds']:.0f} s old")
+    for owner in found.get("owners", ()):  # as the table has no room for the time itself, nor for long names
         del owner["started_at"]
         owner["transactions"], owner["lease_s"] = owner.pop("transactional_id"), owner.pop("lease_seconds")
         owner["started"] = output.ago(owner.pop("started_seconds_ago"))

@@ -57,3 +57,15 @@ def test_the_status_shows_what_filters_hold(
     assert found["sequences"] == [{"topic": topic, "producer": name, "persisted": 2, "beyond_a_gap": 1}]
     assert max(map(len, narrow.splitlines())) <= 80, "it took no notice of COLUMNS"
     assert all(part in text for part in ("window: ", "owners:", "scopes:", "chains:", name))
+
+
+def test_numbers_are_shown_without_a_database(command: Command, bootstrap_servers: str, name: str) -> None:
+    topic = create_topic(bootstrap_servers, 1)
+    with DedupProducer({"bootstrap.servers": bootstrap_servers}, dedup=SequenceFilter(), producer_name=name) as made:
+        made.produce(topic, b"x", sequence=1)
+    where = ("--bootstrap-servers", bootstrap_servers)
+    done = command("publish", "status", "--topic", topic, *where, "--json")
+    sequence = {"topic": topic, "producer": name, "persisted": 1, "beyond_a_gap": 0}
+    assert (done.code, done.json) == (0, {"sequences": [sequence]})
+    assert name in command("publish", "status", "--topic", topic, *where).out
+    assert "--conninfo" in command("publish", "status", *where).err
