@@ -239,7 +239,7 @@ class Attempt:
         todo, doubted = [rows], None
         while todo:
             some = todo.pop()
-            kept = some
+            kept, stored = some, 0
             savepoint = self.unit.connection.transaction() if sets_aside else contextlib.nullcontext()
             try:
                 with savepoint:
@@ -249,7 +249,7 @@ class Attempt:
                             kept = self._first(some, part.options.claim, number)
                     if kept.num_rows:
                         with naming(kept):
-                            write_arrow(self.writers[number], self.unit.connection, kept.select(part.columns))
+                            stored = write_arrow(self.writers[number], self.unit.connection, kept.select(part.columns))
                             # It may be another one than the driver has looked at when the run began.
                             self.writers[number].table(self.unit.connection, locks=False).refuse_unlogged()
             except TableChanged:
@@ -271,7 +271,8 @@ class Attempt:
                 pieces = [some.slice(cut, end - cut) for cut, end in itertools.pairwise(cuts)]
                 todo += [piece for piece in reversed(pieces) if piece.num_rows]
             else:
-                self.result.rows += kept.num_rows
+                # What else than an append counts is rows that were touched, twice where a key comes twice.
+                self.result.rows += stored if part.options.mode == "append" else kept.num_rows
                 self.result.repeated += some.num_rows - kept.num_rows
                 self.result.bytes += kept.nbytes
         self.result.copy_seconds += time.monotonic() - began_at

@@ -18,7 +18,7 @@ import psycopg
 
 from exactly_once._log import about
 from exactly_once._model import QUERY, ROTATE_EVERY, Advance, Partition, Row
-from exactly_once.errors import ConfigurationError, Fenced, PartitionHalted
+from exactly_once.errors import ConfigurationError, Fenced, PartitionHalted, TopicRecreated
 from exactly_once.ledger.conflict import Conflict, Grant, check
 from exactly_once.ledger.rows import LOCK_SECONDS, Ledger, row_missing
 from exactly_once.ledger.session import Connection, execute, last_row
@@ -97,7 +97,7 @@ class Owners:
                 for row in rows:  # before any of them is started
                     _refuse_halted(self._ledger, row)
                 if self.starter is not None:
-                    rows = [self.starter.identified(row) for row in rows]
+                    rows = [_identified(self.starter, row) for row in rows]
                 # Spark chose where to start; it is written down before the first row is, and for whoever comes after.
                 fresh = [replace(row, next_offset=new[row.partition].first) for row in rows if row.next_offset is None]
                 if fresh and self._ledger.start(fresh) != {row.partition for row in fresh}:
@@ -130,7 +130,7 @@ class Owners:
             self.starter.require(list(returned))
             for row in self._ledger.read(sorted(returned)):
                 if row.topic_id is not None:
-                    self.starter.identified(row)
+                    _identified(self.starter, row)
         elif returned:
             logger.warning(
                 "Spark comes back to %s, which the batch before this one lacks, and brings what the ledger of %s "
@@ -214,6 +214,13 @@ class Owners:
         _refuse_halted(self._ledger, row)
         assert row.owner_token is not None
         self.held[row.partition] = grant_of(row.partition, row.owner_token, row.owner_epoch, row.topic_id)
+
+
+def _identified(starter: StartOffsets, row: Row) -> Row:
+    try:
+        return starter.identified(row)
+    except TopicRecreated as error:
+        raise TopicRecreated(f"{error}; then start with a new checkpoint") from None
 
 
 def ask(connection: Connection, group: Group, name: str, /, **parameters: Any) -> psycopg.Cursor[Any]:

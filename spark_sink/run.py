@@ -17,7 +17,7 @@ import psycopg
 from exactly_once._log import about
 from exactly_once._model import Partition
 from exactly_once.errors import ConfigurationError
-from exactly_once.ledger.migrate import check
+from exactly_once.ledger.migrate import check, refuse_lost
 from exactly_once.ledger.retry import is_unavailable
 from exactly_once.ledger.rows import LOCK_SECONDS
 from exactly_once.writer import Table, TableWriter
@@ -112,8 +112,12 @@ class Run:
     def write(self, frames: Mapping[str, DataFrame], batch_id: int) -> BatchReport:
         """Write a batch, or find that it was written."""
         began_at = time.monotonic()
-        frame, parts = self._fit(frames)
-        result = self._write(frame, parts, batch_id)
+        try:
+            frame, parts = self._fit(frames)
+            result = self._write(frame, parts, batch_id)
+        except psycopg.Error as error:
+            refuse_lost(self._session, error)
+            raise
         ends = None if self._counts else self._log.ends(batch_id)
         self._log.note(self._options.group_id, batch_id, ends or {})
         done = result or Result()

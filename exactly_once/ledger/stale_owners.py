@@ -188,20 +188,24 @@ class StaleBackendTerminator:
         connection = self._connection_now()
         if connection.info.transaction_status is TransactionStatus.INTRANS:
             execute(connection, self._schema, "look_anew")
-        cursor = execute(
-            connection,
-            self._schema,
-            "end_stale_blockers",
-            **self._parameters,
-            pid=watched.pid,
-            topics=[p.topic for p in watched.partitions],
-            partitions=[p.number for p in watched.partitions],
-            taken_topics=[p.topic for p, _ in watched.taken],
-            taken_partitions=[p.number for p, _ in watched.taken],
-            taken_from=[str(instance) for _, instance in watched.taken],
-        )
+        found = execute(connection, self._schema, "blockers", schema=self._schema, pid=watched.pid).fetchall()
+        ended: dict[int, str] = {}
+        if not any(has_locked_us for *_, has_locked_us in found):  # or the look at the ledger would wait as well
+            cursor = execute(
+                connection,
+                self._schema,
+                "end_stale_blockers",
+                **self._parameters,
+                pid=watched.pid,
+                topics=[p.topic for p in watched.partitions],
+                partitions=[p.number for p in watched.partitions],
+                taken_topics=[p.topic for p, _ in watched.taken],
+                taken_partitions=[p.number for p, _ in watched.taken],
+                taken_from=[str(instance) for _, instance in watched.taken],
+            )
+            ended = {blocker: tag for blocker, tag, _ in cursor}
         self._has_failed = False
-        for blocker, tag, _ in cursor.fetchall():
+        for blocker, tag in ended.items():
             self.ended += 1
             logger.warning(
                 "ended backend %s of %s: it stood still in a transaction that ours waited for",
@@ -214,7 +218,8 @@ class StaleBackendTerminator:
         prepared = "a prepared transaction has it (pg_prepared_xacts names it)"
         if said := [
             f"backend {pid} has it (user {user}, application_name {name!r})" if pid else prepared
-            for pid, user, name in execute(connection, self._schema, "blockers", pid=watched.pid)
+            for pid, user, name, _ in found
+            if pid not in ended
         ]:
             watched.is_told = True
             logger.warning(

@@ -39,7 +39,9 @@ def write_arrow(
     """Write a batch, column by name, and return what :meth:`TableWriter.write` returns."""
     names = batch.schema.names
     rows = Decoded(columns=names, origins=origins or (), make=lambda: iter(rows_of(batch)))
-    return writer.write_encoded(connection, partial(_encode(), batch), rows, columns=names, origins=origins)
+    encode = partial(_encode(), batch)
+    count = len(batch.columns[0]) if names else 0
+    return writer.write_encoded(connection, encode, rows, row_count=count, columns=names, origins=origins)
 
 
 def rows_of(batch: ArrowBatch) -> list[Row]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
@@ -13,6 +14,7 @@ from confluent_kafka import Message
 from psycopg import sql
 from psycopg.pq import TransactionStatus
 
+from exactly_once._log import about
 from exactly_once.errors import ConfigurationError
 from exactly_once.kafka.kinds import check_choice
 from exactly_once.ledger.session import Connection
@@ -25,6 +27,8 @@ from .plan import Plan, Prepared
 from .statements import Conflict, Mode, append, merge, stage_columns
 from .table import Column, OnMissing, Table, lock_shape, read_table
 from .upsert import Upsert
+
+logger = logging.getLogger(__name__)
 
 # Up to so many rows an INSERT from arrays beats a COPY to a stage and a merge.
 SMALL_BATCH = 500
@@ -103,6 +107,8 @@ class TableWriter:
         self._stages = False
         # How many deletes found no row so far, those of units that were rolled back included.
         self.missed_deletes = 0
+        # Whether it was told that the table keeps rows out.
+        self._has_told = False
         self._conflict = Conflict(mode=mode)
         self._plans: dict[tuple[str, ...], Plan] = {}
 
@@ -189,7 +195,9 @@ class TableWriter:
                     written += append(connection, part, *part.encode(some))
                 else:
                     written += merge(connection, part, some, self._conflict, small_batch=small_batch)
-        return written
+        # A decoder's rows are made while they are written, each of a message.
+        given = prepared.rows if isinstance(prepared.rows, Collection) else origins or ()
+        return self._counted(written, of=len(given))
 
     def write_encoded(
         self,
@@ -197,12 +205,14 @@ class TableWriter:
         encode: Callable[[Sequence[Column]], Iterable[bytes] | None],
         rows: Iterable[Row],
         *,
+        row_count: int,
         columns: Sequence[str],
         origins: Sequence[Message] | None = None,
     ) -> int:
         """Append what ``encode`` makes for the columns, a binary COPY, or the ``rows`` themselves if that is nothing.
 
-        ``rows`` may be iterated over again, which also finds the one that Postgres refused; see :meth:`write`.
+        ``rows``, of which there are ``row_count``, may be iterated over again, which also finds the one that Postgres
+        refused; see :meth:`write`.
         """
         table = self.table(connection)
         plan = self._plan(table, tuple(columns))
@@ -210,7 +220,22 @@ class TableWriter:
         if encoded is None:
             return self.write(connection, rows, columns=columns, origins=origins, table=table)
         with self._explaining(plan, rows, origins):
-            return append(connection, plan, "BINARY", encoded)
+            written = append(connection, plan, "BINARY", encoded)
+        return self._counted(written, of=row_count)
+
+    def _counted(self, written: int, *, of: int) -> int:
+        """Return how many rows were written; where an append has stored fewer than it was given, say so once."""
+        if self.mode == "append" and written < of and not self._has_told:
+            self._has_told = True
+            logger.warning(
+                "%s: Postgres counts %s of %s rows as stored: a trigger or a rule of the table keeps the others out or "
+                "puts them elsewhere. Their messages count as applied; said once",
+                self._table,
+                written,
+                of,
+                extra=about("rows_kept_out"),
+            )
+        return written
 
     @contextmanager
     def _explaining(self, plan: Plan, rows: Iterable[Row], origins: Sequence[Message] | None) -> Iterator[None]:

@@ -181,7 +181,15 @@ def test_a_prepared_transaction_keeps_its_partition_and_no_other(
     assert_exact(server, scene.bootstrap_servers, scene.topic)
 
 
-@pytest.mark.parametrize("holder", ["session", "prepared"])
+@pytest.mark.parametrize(
+    ("holder", "table"),
+    [
+        ("session", "accounts"),
+        ("prepared", "accounts"),
+        # As VACUUM FULL does, in whose way the look for frozen owners is, too.
+        ("session", "exactly_once.ledger"),
+    ],
+)
 def test_a_unit_that_waits_for_a_lock_says_once_who_has_it(
     *,
     make_scene: MakeScene,
@@ -190,6 +198,7 @@ def test_a_unit_that_waits_for_a_lock_says_once_who_has_it(
     caplog: pytest.LogCaptureFixture,
     monkeypatch: pytest.MonkeyPatch,
     holder: str,
+    table: str,
 ) -> None:
     monkeypatch.setattr(stale_owners, "STILL_SECONDS", 0.1)
     scene = make_scene(20)
@@ -202,17 +211,19 @@ def test_a_unit_that_waits_for_a_lock_says_once_who_has_it(
 
     with psycopg.connect(server.conninfo, application_name="nightly report", autocommit=True) as other:
         other.execute("BEGIN")
-        other.execute("LOCK TABLE accounts")
+        other.execute(f"LOCK TABLE {table}")
         name = f"backend {other.info.backend_pid} has it (user postgres, application_name 'nightly report')"
         if holder == "prepared":
             other.execute("PREPARE TRANSACTION 'in doubt'")
             name = "a prepared transaction has it"
 
         def end() -> None:
-            until(told, 30, "the wait to be logged")
-            # Two more looks come meanwhile, and are silent.
-            admin.execute("SELECT pg_sleep(6)")
-            other.execute("ROLLBACK" if holder == "session" else "ROLLBACK PREPARED 'in doubt'")
+            try:
+                until(told, 30, "the wait to be logged")
+                # Two more looks come meanwhile, and are silent.
+                admin.execute("SELECT pg_sleep(6)")
+            finally:
+                other.execute("ROLLBACK" if holder == "session" else "ROLLBACK PREPARED 'in doubt'")
 
         thread = threading.Thread(target=end)
         with unit:

@@ -182,7 +182,7 @@ def test_with_a_cluster_the_ids_are_stored_and_another_topic_of_that_name_is_ref
     assert cluster_id
     assert topic_id == next(iter(first.held.values())).topic_id
     db.execute("UPDATE exactly_once.ledger SET topic_id = 'another' WHERE group_id = %s", (place.name,))
-    with pytest.raises(TopicRecreated):
+    with pytest.raises(TopicRecreated, match=r"adopt .*; then start with a new checkpoint"):
         owners().take(place.ranges(5, 5), batch_id=0)
     still_owned = db.execute(
         "SELECT count(owner_token) FROM exactly_once.ledger WHERE group_id = %s", (place.name,)

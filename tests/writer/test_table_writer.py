@@ -21,6 +21,7 @@ from psycopg.pq import TransactionStatus
 from exactly_once.errors import ConfigurationError
 from exactly_once.ledger.outcome import Fault, classify
 from exactly_once.writer import MISSING, BadRow, TableError, TableSink, TableWriter, Tombstone
+from exactly_once.writer.arrow import write_arrow
 from exactly_once.writer.from_json import JsonDecoder
 from tests.support.require import skip_unless
 from tests.support.waiting import until
@@ -856,3 +857,44 @@ def test_a_row_that_another_writer_is_updating_is_waited_for_and_deleted(
         pass
     assert writer.missed_deletes == 1
     assert rows_of(work, table) == []
+
+
+@pytest.mark.parametrize(
+    "keeping_out",
+    [
+        "CREATE TRIGGER evens BEFORE INSERT ON {0} FOR EACH ROW WHEN (NEW.id % 2 = 1) EXECUTE FUNCTION {1}()",
+        "CREATE RULE evens AS ON INSERT TO {0} WHERE NEW.id % 2 = 1 DO INSTEAD NOTHING",
+    ],
+    ids=["trigger", "rule"],
+)
+@pytest.mark.parametrize("form", ["rows", "messages", "arrow"])
+def test_rows_that_the_table_keeps_out_are_told_once(
+    *,
+    db: Connection,
+    work: Connection,
+    make_table: MakeTable,
+    caplog: pytest.LogCaptureFixture,
+    keeping_out: str,
+    form: str,
+) -> None:
+    table = make_table("(id bigint)")
+    db.execute(f"CREATE FUNCTION {table}_no() RETURNS trigger LANGUAGE plpgsql AS 'BEGIN RETURN NULL; END'")
+    writer, sink = TableWriter(table), TableSink(table, decoder=JsonDecoder())
+
+    def write() -> int:
+        if form == "rows":
+            return writer.write(work, [(number,) for number in range(10)])
+        if form == "messages":
+            return sink.write(work, [Message(topic="t", value=f'{{"id": {n}}}'.encode()) for n in range(10)])
+        return write_arrow(writer, work, pytest.importorskip("pyarrow").table({"id": range(10)}))
+
+    write()
+    assert not caplog.records
+    work.commit()
+    db.execute(keeping_out.format(table, f"{table}_no"))
+    for _ in range(2):
+        write()
+    (said,) = [each.getMessage() for each in caplog.records if getattr(each, "action", "") == "rows_kept_out"]
+    assert f'"{table}": Postgres counts 5 of 10 rows as stored' in said
+    stored = work.execute(f"SELECT count(*) FROM {table}").fetchone()
+    assert stored == (20,), "the trigger has not kept rows out"

@@ -297,8 +297,12 @@ WHERE b.instance = %(instance)s
       AND b.age > coalesce(b.bound, %(unbounded)s)
 
 -- name: blockers
--- Whom a transaction of ours waits for; backend 0 is a transaction that somebody has prepared.
-SELECT w.pid, a.usename::text, a.application_name
+-- Whom a transaction of ours waits for, and whether they have locked a table of the library, as VACUUM FULL does; backend
+-- 0 is a transaction that somebody has prepared.
+SELECT w.pid, a.usename::text, a.application_name, EXISTS (
+           SELECT FROM pg_locks l JOIN pg_class c ON c.oid = l.relation
+           WHERE coalesce(l.pid, 0) = w.pid AND l.granted AND l.mode = 'AccessExclusiveLock'
+             AND c.relnamespace = to_regnamespace(quote_ident(%(schema)s)))
 FROM (SELECT DISTINCT unnest(pg_blocking_pids(%(pid)s)) AS pid) AS w
 LEFT JOIN pg_stat_activity a ON a.pid = w.pid
 ORDER BY w.pid
