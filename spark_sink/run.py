@@ -274,6 +274,15 @@ class Run:
         next_offsets: dict[Partition, int] = {}
         try:
             next_offsets = self._patiently(self._owners.take, ranges, batch_id=batch_id)
+            if mark.batch_id == batch_id and any(next_offsets.get(p, end) < end for p, end in written.items()):
+                logger.warning(
+                    "batch %s of %s was written, as its checkpoint has it, and the ledger knows nothing of that: it is "
+                    "written again. That is right where the database was set back with its tables; where only the "
+                    "ledger is gone, its rows are in the table twice",
+                    batch_id,
+                    group,
+                    extra=about("written_again", group=group_id) | {"batch_id": batch_id},
+                )
             ranges = over_skipped(ranges, next_offsets, written)
             todo = remaining(ranges, next_offsets, group)
         except LedgerBehindCheckpoint:

@@ -86,7 +86,8 @@ def refuse_lost(session: LedgerSession, error: BaseException) -> None:
         raise SchemaTooOld(
             f"{old}. It was right when this process started: the database went back to a time before, by a failover "
             "or a restore, or the connection leads to another one now. Go on from a copy that has the schema; if this "
-            "one is to be the database, its ledger begins anew, and the next start says what Kafka has of its offsets"
+            "one is to be the database, its ledger begins anew: a consumer says at its next start what Kafka has of "
+            "its offsets, a Spark query needs a new checkpoint"
         ) from error
 
 

@@ -12,7 +12,7 @@ from psycopg.conninfo import make_conninfo
 
 import spark_sink.run as driver_side
 from spark_sink.offset_log import reader
-from tests.spark.scene import Scene
+from tests.spark.scene import JOURNAL, Scene
 from tests.support.spark import drain
 from tests.support.waiting import until
 
@@ -152,6 +152,21 @@ def test_a_ledger_behind_the_checkpoint_is_refused(scene: Scene, db: psycopg.Con
 
 
 @pytest.mark.fault("F9")
+def test_a_batch_that_the_ledger_has_lost_is_written_again_and_told(
+    scene: Scene, db: psycopg.Connection[Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    """The first one of a checkpoint, in front of which nothing can be missing."""
+    scene.produce(20)
+    scene.run()
+    scene.forget_last_commit()
+    db.execute(f"DELETE FROM {JOURNAL} WHERE topic = %s", (scene.topic,))
+    db.execute("UPDATE exactly_once.ledger SET next_offset = 0 WHERE group_id = %s", (scene.topic,))
+    scene.run()
+    scene.check()
+    (said,) = [each.getMessage() for each in caplog.records if getattr(each, "action", "") == "written_again"]
+    assert "batch 0 " in said
+
+
 def test_an_older_checkpoint_writes_nothing_twice(scene: Scene, tmp_path: Path) -> None:
     """F9: its next batch has the number of one that was written, and other rows."""
     scene.produce(100)
