@@ -16,6 +16,8 @@ import msgspec
 from confluent_kafka import Message
 from msgspec import Raw
 
+from exactly_once._log import about
+from exactly_once._model import Partition
 from exactly_once.errors import ConfigurationError
 
 from .codecs import name_of
@@ -260,7 +262,8 @@ class Envelope(Format):
         kind = msgspec.json.decode(event.type) if event.type else None
         if kind in _WITHOUT_ROWS:
             text = "%s[%s] offset %s: the source's table met %s; look whether this one is to be altered, too"
-            logger.warning(text, message.topic(), message.partition(), message.offset(), kind)
+            extra = about("source_altered", partition=Partition.of(message), offset=message.offset())
+            logger.warning(text, message.topic(), message.partition(), message.offset(), kind, extra=extra)
             return
         if kind == "TRUNCATE":
             self._truncate()
@@ -379,7 +382,8 @@ class Envelope(Format):
                         "that"
                     )
                     where = topic, message.partition(), message.offset()
-                    logger.warning(text, *where, cut(message.key()), ", ".join(self._key))
+                    extra = about("tombstone_passed_over", partition=Partition.of(message), offset=message.offset())
+                    logger.warning(text, *where, cut(message.key()), ", ".join(self._key), extra=extra)
                 return
         if lacks:
             raise BadRow(f"a tombstone whose key has no {', '.join(self._key)}: {cut(message.key())}")

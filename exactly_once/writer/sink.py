@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import psycopg
 from confluent_kafka import Message
 
+from exactly_once._log import about
 from exactly_once.errors import ConfigurationError
 from exactly_once.ledger.session import Connection
 
@@ -125,7 +126,8 @@ class TableSink:
             table.pick(self._columns)
             table.refuse_unlogged()
             if table.is_foreign:
-                logger.warning("%s is a foreign table: after a crash at COMMIT rows can be there twice", table)
+                told = "%s is a foreign table: after a crash at COMMIT rows can be there twice"
+                logger.warning(told, table, extra=about("foreign_table"))
             self.decoder.prepare(table, mode=self.writer.mode, key=self.writer.key(connection))
             self._prepared_for = table
         try:
@@ -180,9 +182,10 @@ class TableSink:
                     raise
                 self._declined.update(odd)
                 self._to_add = {name: kind for name, kind in self._to_add.items() if name not in odd}
-                logger.warning("%s gets no column for %s: %s", table, ", ".join(map(cut, odd)), error)
+                told = "%s gets no column for %s: %s"
+                logger.warning(told, table, ", ".join(map(cut, odd)), error, extra=about("column_declined"))
                 raise TableChanged(f"{table} cannot have a column of such a name: {error}") from error
-            logger.info("%s", statement.as_string(None), extra={"action": "ddl"})
+            logger.info("%s", statement.as_string(None), extra=about("ddl"))
 
     def _sifted(self, messages: Sequence[Message], set_aside: SetAside) -> Decoded:
         """Make rows of all messages of which they can be made; the others are set aside."""
@@ -226,7 +229,8 @@ class TableSink:
         new: set[str] = getattr(self.decoder, "new_fields", set()) - self._declined
         known = {column.name for column in table.columns}
         if odd := sorted(name for name in new if name in known or not can_be_column(name)):
-            logger.warning("%s gets no column for %s: no column can have such a name", table, ", ".join(map(cut, odd)))
+            text = "%s gets no column for %s: no column can have such a name"
+            logger.warning(text, table, ", ".join(map(cut, odd)), extra=about("column_declined"))
             self._declined.update(odd)
         if not (new := new - self._declined):
             return

@@ -25,7 +25,7 @@ from tests.support.worker import record
 
 PACKAGE = Path(exactly_once.__file__).parent
 PLACES = (
-    *(PACKAGE / name for name in ("kafka", "ledger", "metrics", "consumer", "publish")),
+    *(PACKAGE / name for name in ("kafka", "ledger", "metrics", "consumer", "publish", "writer")),
     PACKAGE.parent / "spark_sink",
 )
 DOCUMENT = PACKAGE.parent / "docs" / "how-to" / "observe.md"
