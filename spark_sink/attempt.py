@@ -272,7 +272,7 @@ class Attempt:
                 todo += [piece for piece in reversed(pieces) if piece.num_rows]
             else:
                 # What else than an append counts is rows that were touched, twice where a key comes twice.
-                self.result.rows += stored if part.options.mode == "append" else kept.num_rows
+                self.result.rows += stored if self.writers[number].mode == "append" else kept.num_rows
                 self.result.repeated += some.num_rows - kept.num_rows
                 self.result.bytes += kept.nbytes
         self.result.copy_seconds += time.monotonic() - began_at

@@ -274,15 +274,6 @@ class Run:
         next_offsets: dict[Partition, int] = {}
         try:
             next_offsets = self._patiently(self._owners.take, ranges, batch_id=batch_id)
-            if mark.batch_id == batch_id and any(next_offsets.get(p, end) < end for p, end in written.items()):
-                logger.warning(
-                    "batch %s of %s was written, as its checkpoint has it, and the ledger knows nothing of that: it is "
-                    "written again. That is right where the database was set back with its tables; where only the "
-                    "ledger is gone, its rows are in the table twice",
-                    batch_id,
-                    group,
-                    extra=about("written_again", group=group_id) | {"batch_id": batch_id},
-                )
             ranges = over_skipped(ranges, next_offsets, written)
             todo = remaining(ranges, next_offsets, group)
         except LedgerBehindCheckpoint:
@@ -291,6 +282,15 @@ class Run:
                 raise
             existing, _ = self._patiently(self._ledger.known, {r.partition.topic for r in ranges})
             raise not_written(failure, batch_id, ranges, next_offsets, existing, group=group) from None
+        if mark.batch_id == batch_id and any(next_offsets.get(p, end) < end for p, end in written.items()):
+            logger.warning(
+                "batch %s of %s was written, as its checkpoint has it, and the ledger does not have all of it: the "
+                "rest is written again. That is right where the database was set back with its tables; where only the "
+                "ledger was, these rows are in the table twice",
+                batch_id,
+                group,
+                extra=about("written_again", group=group_id) | {"batch_id": batch_id},
+            )
         if failure is not None:
             self._log.settle_failure(group_id)
         return ranges, todo, next_offsets

@@ -179,7 +179,7 @@ class DedupProducer(Publisher):
             settings = {**self._settings, "transactional.id": f"exactly-once-{self.producer_name}"}
             # Of one transaction: the client refuses more. Those of one that failed are sent again.
             limit_ms = float(settings.get("transaction.timeout.ms", 1000 * _SECONDS))
-            settings["message.timeout.ms"] = int(min(1000 * self.send_seconds, limit_ms))
+            settings["message.timeout.ms"] = round(min(1000 * self.send_seconds, limit_ms))
             inner = TransactionalProducer(settings, dedup=NoFilter(), producer_name=self.producer_name)
             inner.find_seconds = min(_SECONDS, self.send_seconds)
             inner.logs = self._logs

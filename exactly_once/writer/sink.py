@@ -180,12 +180,15 @@ class TableSink:
             except psycopg.errors.UntranslatableCharacter as error:
                 if not (odd := unencodable(error, self._to_add)):
                     raise
-                self._declined.update(odd)
+                self._decline(table, odd, error)
                 self._to_add = {name: kind for name, kind in self._to_add.items() if name not in odd}
-                told = "%s gets no column for %s: %s"
-                logger.warning(told, table, ", ".join(map(cut, odd)), error, extra=about("column_declined"))
                 raise TableChanged(f"{table} cannot have a column of such a name: {error}") from error
             logger.info("%s", statement.as_string(None), extra=about("ddl"))
+
+    def _decline(self, table: Table, names: Sequence[str], why: object) -> None:
+        self._declined.update(names)
+        text = "%s gets no column for %s: %s"
+        logger.warning(text, table, ", ".join(map(cut, names)), why, extra=about("column_declined"))
 
     def _sifted(self, messages: Sequence[Message], set_aside: SetAside) -> Decoded:
         """Make rows of all messages of which they can be made; the others are set aside."""
@@ -229,9 +232,7 @@ class TableSink:
         new: set[str] = getattr(self.decoder, "new_fields", set()) - self._declined
         known = {column.name for column in table.columns}
         if odd := sorted(name for name in new if name in known or not can_be_column(name)):
-            text = "%s gets no column for %s: no column can have such a name"
-            logger.warning(text, table, ", ".join(map(cut, odd)), extra=about("column_declined"))
-            self._declined.update(odd)
+            self._decline(table, odd, "no column can have such a name")
         if not (new := new - self._declined):
             return
         # What is set aside, or left out by a filter, asks for nothing.
