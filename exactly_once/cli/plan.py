@@ -336,7 +336,9 @@ def show(plan: Plan, args: argparse.Namespace, more: Sequence[str] = ()) -> None
     # As after a failover that lost the rows: effects may be there, or may have gone with them.
     blank = [m for m in plan.moves if m.old_offset is None and (m.log is None or m.log.start < m.log.end)]
     effects = [f"{again} {verb} again, their effects a second time"] if again else []
-    effects += [f"{left_out} {other}" + ("" if blank else ", without effects")] if left_out else []
+    # Whoever committed them to Kafka has had their effects, or left them out itself.
+    why = ", which another consumer has committed" if plan.target.kind == "committed" else ", without effects"
+    effects += [f"{left_out} {other}" + ("" if blank else why)] if left_out else []
     effects += [f"{gone} that the log has lost {other}, too"] if gone else []
     effect = "no message comes again, none is left out"
     if effects:

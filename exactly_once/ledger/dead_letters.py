@@ -72,6 +72,7 @@ class DeadLetter:
     key: bytes | None
     value: bytes | None
     header_names: list[str] | None
+    """As they are stored: a backslash is doubled, and escapes NUL and what the database's encoding lacks."""
     header_values: list[bytes | None] | None
     error_class: str
     error: str
@@ -94,7 +95,8 @@ class DeadLetter:
         """The headers in their order, or None where there were none."""
         if self.header_names is None:
             return None
-        return list(zip(self.header_names, self.header_values or [], strict=True))
+        names = [name.encode("latin-1", "backslashreplace").decode("unicode_escape") for name in self.header_names]
+        return list(zip(names, self.header_values or [], strict=True))
 
     def message(self) -> Message:
         """Make the message anew, as the consumer delivered it."""
@@ -161,7 +163,8 @@ def store(
         timestamp_ms=milliseconds if kind != TIMESTAMP_NOT_AVAILABLE else -1,
         key=as_bytes(message.key()),
         value=as_bytes(message.value()),
-        header_names=None if headers is None else [text(name) for name, _ in headers],
+        # What is escaped is told from what a name has itself, so that a replay has the names of the message.
+        header_names=None if headers is None else [text(name.replace("\\", r"\\")) for name, _ in headers],
         header_values=None if headers is None else [as_bytes(value) for _, value in headers],
         error_class=text("str" if isinstance(error, str) else f"{type(error).__module__}.{type(error).__qualname__}"),
         error=text(said)[:_ERROR_CHARACTERS],

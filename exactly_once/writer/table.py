@@ -13,7 +13,7 @@ from psycopg.rows import dict_row
 from exactly_once.ledger.session import Connection, cursor_on, last_row
 from exactly_once.ledger.sql import query
 
-from .errors import TableError, TableMissing
+from .errors import NAME_BYTES, TableError, TableMissing
 
 # What a field that a row does not have becomes: null, the column's default or, in an upsert, what it was.
 OnMissing = Literal["null", "default", "keep"]
@@ -143,10 +143,17 @@ def read_table(connection: Connection, name: str | sql.Identifier) -> Table:
     text = name.as_string(None) if isinstance(name, sql.Identifier) else name
     cursor, by_name = cursor_on(connection), cursor_on(connection, dict_row)
     try:
-        found = by_name.execute(query("find_table", ""), {"name": text}, prepare=False).fetchone()
-    except (psycopg.errors.InvalidName, psycopg.errors.SyntaxError, psycopg.errors.FeatureNotSupported) as error:
+        (found,) = by_name.execute(query("find_table", ""), {"name": text}, prepare=False)
+    except (
+        psycopg.errors.InvalidName,
+        psycopg.errors.InvalidParameterValue,
+        psycopg.errors.SyntaxError,
+        psycopg.errors.FeatureNotSupported,
+    ) as error:
         raise TableError(f"{text!r} is not the name of a table as SQL writes it: {error}") from error
-    if found is None:
+    if (long := found.pop("cut")) is not None:
+        raise TableError(f"{text}: Postgres cuts the name {long}, which is over {NAME_BYTES} bytes: say another one")
+    if found["oid"] is None:
         last = text.rpartition(".")[2].strip('"')
         alike = ", ".join(a for (a,) in cursor.execute(query("find_alike", ""), {"name": last}, prepare=False))
         hint = f"; there is {alike} (upper case needs quotes, another schema its name)" if alike else ""

@@ -428,6 +428,10 @@ def test_to_committed_goes_on_from_what_another_consumer_has_committed(
     old.close()
     assert operate("reset", "--topic", consumed, "--to-committed", "--execute").code == 0
     assert offsets(db, name) == [10, 7]
+    old = Consumer({"bootstrap.servers": bootstrap_servers, "group.id": name, "enable.auto.commit": False})
+    old.commit(offsets=[TopicPartition(consumed, 1, 9)], asynchronous=False)
+    result = operate("reset", "--topic", consumed, "--to-committed", "--execute")
+    assert "messages: 2 are left out, which another consumer has committed (" in result.out
 
 
 def test_what_was_done_is_told_where_the_output_cannot_be_written(

@@ -15,11 +15,13 @@ from uuid import UUID
 import psycopg
 import pytest
 import sqlalchemy
+from confluent_kafka import Producer
 from psycopg import sql
 from psycopg.adapt import Buffer, Dumper, Loader
 from psycopg.conninfo import make_conninfo
 
 from exactly_once import ConfigurationError, Unit, testing
+from exactly_once.ledger.dead_letters import find
 from exactly_once.ledger.migrate import migrate
 from tests.integration.scene import Scene, apply
 from tests.support.worker import ROOT, record
@@ -65,6 +67,28 @@ def test_an_error_without_a_text_is_dead_lettered_where_its_name_cannot_be_spelt
     assert (offset, text) == (2, "<its text cannot be made: TypeError>")
     assert kind.endswith(ascii("Ошибка")[1:-1])
     assert owner == (ascii("имя")[1:-1], ascii("приложение")[1:-1], 20)
+
+
+@pytest.mark.parametrize("encoding", ["LATIN1", "UTF8"])
+def test_a_dead_letter_has_the_names_of_its_headers(
+    encoding: str, scene: Scene, make_database: Callable[[str], str]
+) -> None:
+    names = ["plain", "日本", "é", "\\u65e5", "a\\", "\\\\x00", "😀"]
+    producer = Producer({"bootstrap.servers": scene.bootstrap_servers})
+    producer.produce(scene.topic, b"poison", headers=[(name, name.encode()) for name in names])
+    assert producer.flush(30) == 0
+
+    def handler(unit: Unit) -> None:
+        for message in unit.messages:
+            if message.value() == b"poison":
+                unit.dead_letter(message, "poison")
+
+    conninfo = make_database(encoding)
+    with scene.consumer(conninfo=conninfo) as consumer:
+        consumer.run(handler, until_end=True)
+    with psycopg.connect(conninfo) as connection:
+        (letter,) = find(connection, schema="exactly_once", group_id=scene.topic)
+    assert letter.message().headers() == [(name, name.encode()) for name in names]
 
 
 class Text(Loader):

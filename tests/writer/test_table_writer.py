@@ -167,11 +167,24 @@ def test_an_unknown_table_is_told_with_those_that_are_alike(work: Connection) ->
         TableWriter('"payment table"').write(work, [(1,)])
 
 
-@pytest.mark.parametrize("name", ["no_such_table", "no_schema.t", "a.b.c.d", '"', "a b", "", "pg_stat_activity"])
+@pytest.mark.parametrize(
+    "name", ["no_such_table", "no_schema.t", "a.b.c.d", '"', "a b", "", "1259", "'a'", "pg_stat_activity"]
+)
 def test_what_is_no_table_is_refused_and_stops_the_worker(name: str, work: Connection) -> None:
     with pytest.raises(TableError) as caught:
         TableWriter(name).write(work, [(1,)])
     assert classify(caught.value, connection_lost=False) is Fault.OTHER
+
+
+@pytest.mark.parametrize("end", ["y", '"', "é"])
+def test_a_name_that_postgres_would_cut_is_refused(end: str, work: Connection) -> None:
+    """Two of them would be one table."""
+    whole = "y" * 63
+    work.execute(sql.SQL("CREATE TABLE {} (a int)").format(sql.Identifier(whole)))
+    assert TableWriter(whole).write(work, [(1,)]) == 1
+    for name in ([whole + end], ["public", whole + end], [whole + end, "no_table"]):
+        with pytest.raises(TableError, match=f"Postgres cuts the name {whole}"):
+            TableWriter(sql.Identifier(*name)).write(work, [(2,)])
 
 
 # Keys.

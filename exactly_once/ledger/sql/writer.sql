@@ -2,8 +2,10 @@
 
 -- name: find_table
 -- Find a table by its name as SQL would, and what COPY and INSERT need to know of it. ON CONFLICT minds rules for INSERT
--- (3) that fire, and those for UPDATE (2) though they be disabled. A delete takes rows of inheriting tables, too.
-SELECT c.oid, c.relkind IN ('r', 'p', 'f') AS is_writable, n.nspname AS schema, c.relname AS name,
+-- (3) that fire, and those for UPDATE (2) though they be disabled. A delete takes rows of inheriting tables, too. The row is
+-- there without a table, too, with the part of its name that Postgres would cut, as it does without a word.
+SELECT (SELECT part FROM unnest(parse_ident(%(name)s)) AS part WHERE part <> part::name::text LIMIT 1) AS cut,
+       c.oid, c.relkind IN ('r', 'p', 'f') AS is_writable, n.nspname AS schema, c.relname AS name,
        c.relkind = 'f' AS is_foreign,
        EXISTS (SELECT FROM pg_class p WHERE p.relpersistence = 'u'
                  AND (p.oid = c.oid OR p.oid IN (SELECT relid FROM pg_partition_tree(c.oid)))) AS is_unlogged,
@@ -15,8 +17,8 @@ SELECT c.oid, c.relkind IN ('r', 'p', 'f') AS is_writable, n.nspname AS schema, 
        EXISTS (SELECT FROM pg_trigger t WHERE t.tgtype & 8 <> 0
                  AND (t.tgrelid = c.oid OR t.tgrelid IN (SELECT relid FROM pg_partition_tree(c.oid))))
          OR EXISTS (SELECT FROM pg_inherits WHERE inhparent = c.oid AND c.relkind <> 'p') AS notices_deletes
-FROM pg_class c JOIN pg_namespace n ON n.oid = c.relnamespace
-WHERE c.oid = to_regclass(%(name)s)
+FROM (SELECT to_regclass(%(name)s)) AS named (oid)
+     LEFT JOIN pg_class c USING (oid) LEFT JOIN pg_namespace n ON n.oid = c.relnamespace
 
 -- name: find_alike
 -- Find tables whose name differs in upper and lower case only, for the complaint.
