@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from datetime import datetime
 from typing import NamedTuple
+from uuid import uuid4
 
 import psycopg
 from psycopg.rows import class_row
@@ -15,8 +16,9 @@ from exactly_once._model import Partition
 from exactly_once.errors import ConfigurationError, DatabaseUnreachable, UnknownTopic
 from exactly_once.kafka.admin import Cluster, Topic
 from exactly_once.ledger import migrate as schemas
-from exactly_once.ledger.session import Session, cursor_on, server_of
+from exactly_once.ledger.session import Connection, Session, cursor_on, server_of
 from exactly_once.ledger.sql import query
+from exactly_once.ledger.stale_owners import StaleBackendTerminator
 
 from .options import Settings
 from .problems import CommandError, UsageError
@@ -96,6 +98,14 @@ class CommandCluster(Cluster):
 
 
 @contextlib.contextmanager
+def naming_blockers(settings: Settings, connection: Connection, group_id: str) -> Iterator[None]:
+    """Log for whom a statement of the connection waits: another session may have locked its table."""
+    watcher = StaleBackendTerminator(settings.opener(), schema=settings.schema, group_id=group_id, instance=uuid4())
+    with contextlib.closing(watcher), watcher.acquiring(connection.info.backend_pid, ()):
+        yield
+
+
+@contextlib.contextmanager
 def open_database(settings: Settings, *, check: bool = True) -> Iterator[Session]:
     """Connect to Postgres and look whether the schema fits.
 
@@ -109,9 +119,10 @@ def open_database(settings: Settings, *, check: bool = True) -> Iterator[Session
         except psycopg.OperationalError as error:
             where = f"by {settings.connect}" if settings.connect else f"at {server_of(settings.required('conninfo'))}"
             raise DatabaseUnreachable(f"no connection to Postgres {where}: {error}") from error
-        if check:
-            schemas.check(connection, settings.schema)
-        yield session
+        with naming_blockers(settings, connection, settings.group_id or ""):
+            if check:
+                schemas.check(connection, settings.schema)
+            yield session
     finally:
         session.close()
 

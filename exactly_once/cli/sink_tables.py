@@ -9,7 +9,6 @@ import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
-from uuid import uuid4
 
 import msgspec
 import psycopg
@@ -26,7 +25,6 @@ from exactly_once.ledger.outcome import PATIENCE_SECONDS
 from exactly_once.ledger.retry import waiting
 from exactly_once.ledger.session import Connection, cursor_on
 from exactly_once.ledger.sql import query
-from exactly_once.ledger.stale_owners import StaleBackendTerminator
 from exactly_once.writer import BadRow, TableError, ddl
 from exactly_once.writer.errors import NAME_BYTES, TableMissing, cut, place_of, way_on
 from exactly_once.writer.evolving import type_of, types_in, wider
@@ -37,7 +35,7 @@ from exactly_once.writer.logical import in_key, types_in_key
 from exactly_once.writer.table import Table, read_table
 
 from .problems import CommandError
-from .servers import Stored
+from .servers import Stored, naming_blockers
 from .sink_flows import Flow, Task, with_rest
 
 logger = logging.getLogger(__name__)
@@ -92,12 +90,9 @@ class Ready:
 @contextlib.contextmanager
 def opened(task: Task) -> Iterator[Connection]:
     """Open a connection whose transaction says for whom it waits: a table may be locked by another session."""
-    connect, schema, group_id = task.settings.opener(), task.settings.schema, task.kafka["group.id"]
-    watcher = StaleBackendTerminator(connect, schema=schema, group_id=group_id, instance=uuid4())
-    with contextlib.closing(watcher), connect() as connection:
+    with task.settings.opener()() as connection, naming_blockers(task.settings, connection, task.kafka["group.id"]):
         connection.autocommit = False
-        with watcher.acquiring(connection.info.backend_pid, ()):
-            yield connection
+        yield connection
 
 
 def prepare(task: Task, flow: Flow, sent: Sequence[Message] = ()) -> Flow:

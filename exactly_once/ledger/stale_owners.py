@@ -190,7 +190,7 @@ class StaleBackendTerminator:
             execute(connection, self._schema, "look_anew")
         found = execute(connection, self._schema, "blockers", schema=self._schema, pid=watched.pid).fetchall()
         ended: dict[int, str] = {}
-        if not any(has_locked_us for *_, has_locked_us in found):  # or the look at the ledger would wait as well
+        if all(is_readable for *_, is_readable in found):  # or the look at the ledger would wait as well
             cursor = execute(
                 connection,
                 self._schema,

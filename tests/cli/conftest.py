@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import logging
 import os
 import re
 import shlex
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +17,7 @@ import psycopg
 import pytest
 
 from exactly_once.cli import main
+from exactly_once.ledger import stale_owners
 from tests.conftest import MakeConsumer
 from tests.support.topics import create_topic, produce
 
@@ -70,6 +74,30 @@ def command(capfd: pytest.CaptureFixture[str]) -> Command:
         return result
 
     return run
+
+
+@contextlib.contextmanager
+def holding_until_told(other: psycopg.Connection[Any]) -> Iterator[None]:
+    """Keep what a transaction has locked until the log names who holds somebody up."""
+    told = threading.Event()
+
+    def note(record: logging.LogRecord) -> bool:
+        if getattr(record, "action", "") == "unit_blocked":
+            told.set()
+        return True
+
+    def unlock() -> None:
+        told.wait(60)
+        other.rollback()
+
+    waiting = threading.Thread(target=unlock)
+    stale_owners.logger.addFilter(note)
+    try:
+        waiting.start()
+        yield
+    finally:
+        stale_owners.logger.removeFilter(note)
+        waiting.join()
 
 
 @pytest.fixture

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import shutil
 import subprocess
@@ -15,7 +16,8 @@ from psycopg import sql
 from psycopg.conninfo import make_conninfo
 
 from exactly_once.ledger import migrate as schemas
-from tests.cli.conftest import Command
+from exactly_once.ledger import stale_owners
+from tests.cli.conftest import Command, holding_until_told
 from tests.conftest import MakeConsumer
 from tests.support.require import skip_unless
 from tests.support.waiting import until
@@ -92,6 +94,47 @@ def test_eight_processes_at_once_make_one_schema(postgres_conninfo: str, schema:
     assert sum("ran migration" in out for out, _ in outcomes) == 1
     assert sum("nothing to do" in out for out, _ in outcomes) == PROCESSES - 1
     assert {err for _, err in outcomes} == {""}
+
+
+GATE = "SELECT pg_advisory_xact_lock(hashtext('exactly_once.migrate'), hashtext({schema}))"
+
+
+@pytest.mark.parametrize(
+    ("held", "arguments"),
+    [
+        (GATE, ["migrate"]),
+        ("LOCK TABLE {place}.version", ["migrate"]),
+        ("LOCK TABLE {place}.version", ["status", "--check"]),
+        ("LOCK TABLE {place}.ledger", ["status"]),
+        ("LOCK TABLE {place}.dead_letter", ["dead-letters", "list"]),
+    ],
+)
+def test_who_holds_a_command_up_is_named(
+    *,
+    held: str,
+    arguments: list[str],
+    command: Command,
+    postgres_conninfo: str,
+    bootstrap_servers: str,
+    schema: str,
+    admin: Db,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Somebody's forgotten transaction, VACUUM FULL, or another migration, also before there is a ledger."""
+    monkeypatch.setattr(stale_owners, "STILL_SECONDS", 0.1)
+    if held != GATE:
+        schemas.migrate(admin, schema)
+    where = ["--conninfo", postgres_conninfo, "--schema", schema, "--group-id", "g"]
+    where += ["--bootstrap-servers", bootstrap_servers] if arguments[0] == "status" else []
+    with psycopg.connect(postgres_conninfo, application_name="a forgotten one") as other:
+        names = {"schema": sql.Literal(schema), "place": sql.Identifier(schema)}
+        other.execute(sql.SQL(held).format(**names))
+        pid = other.info.backend_pid
+        with holding_until_told(other):
+            command(*arguments, *where)
+    (said,) = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
+    assert f"backend {pid} has it (user postgres, application_name 'a forgotten one')" in said
 
 
 def test_a_role_that_is_not_there_undoes_the_whole_migration(

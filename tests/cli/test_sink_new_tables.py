@@ -5,7 +5,6 @@
 from __future__ import annotations
 
 import json
-import logging
 import subprocess
 import sys
 import threading
@@ -24,7 +23,7 @@ from exactly_once.cli.sink_tables import prepare
 from exactly_once.ledger import stale_owners
 from exactly_once.writer import TableChanged, TableSink
 from exactly_once.writer.from_json import JsonDecoder
-from tests.cli.conftest import Command
+from tests.cli.conftest import Command, holding_until_told
 from tests.cli.test_sink import rows, send
 from tests.support.topics import create_topic
 from tests.support.waiting import until
@@ -154,25 +153,8 @@ def test_who_has_locked_the_table_is_told_before_the_first_unit(
     with psycopg.connect(db.info.dsn, password=db.info.password, application_name="nightly report") as other:
         other.execute(f"LOCK TABLE {name}")
         pid = other.info.backend_pid
-        told = threading.Event()
-
-        def note(record: logging.LogRecord) -> bool:
-            if getattr(record, "action", "") == "unit_blocked":
-                told.set()
-            return True
-
-        def unlock() -> None:
-            told.wait(60)
-            other.rollback()
-
-        waiting = threading.Thread(target=unlock)
-        stale_owners.logger.addFilter(note)
-        try:
-            waiting.start()
+        with holding_until_told(other):
             done = operate("sink", "--topic", topic, "--table", name, "--start", "earliest", how)
-        finally:
-            stale_owners.logger.removeFilter(note)
-            waiting.join()
     assert done.code == 0, done.err
     assert done.err.count(f"backend {pid} has it (user postgres, application_name 'nightly report')") == 1
 

@@ -297,9 +297,10 @@ WHERE b.instance = %(instance)s
       AND b.age > coalesce(b.bound, %(unbounded)s)
 
 -- name: blockers
--- Whom a transaction of ours waits for, and whether they have locked a table of the library, as VACUUM FULL does; backend
--- 0 is a transaction that somebody has prepared.
-SELECT w.pid, a.usename::text, a.application_name, EXISTS (
+-- Whom a transaction of ours waits for, and whether the ledger can be read: not where they have locked a table of the
+-- library, as VACUUM FULL does, nor before it is made. Backend 0 is a transaction that somebody has prepared.
+SELECT w.pid, a.usename::text, a.application_name,
+       to_regclass(format('%%I.ledger', %(schema)s::text)) IS NOT NULL AND NOT EXISTS (
            SELECT FROM pg_locks l JOIN pg_class c ON c.oid = l.relation
            WHERE coalesce(l.pid, 0) = w.pid AND l.granted AND l.mode = 'AccessExclusiveLock'
              AND c.relnamespace = to_regnamespace(quote_ident(%(schema)s)))
