@@ -8,13 +8,13 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from exactly_once._model import Partition
-from exactly_once.ledger.commands import command
+from exactly_once.ledger.commands import reset_command
 
 from . import options, output
 from .plan import changed
 from .problems import CommandError
 from .servers import Stored, open_cluster, open_database, stored_rows
-from .status import beside_logs
+from .status import beside_logs, deleted, lost_rows
 
 # What the Kafka source of Spark takes for the start of a log.
 EARLIEST = -2
@@ -61,12 +61,14 @@ def run(args: argparse.Namespace) -> int:
                 "batches has none, and cannot be handed over.)"
             )
         if halted := next((row for row in rows if row.halted), None):
-            where = ("--topic", halted.topic, "--partition", halted.partition, "--to-current")
-            reset = command("reset", group_id, session.schema, *where)
             raise CommandError(
-                f"{halted.place} is halted ({halted.halted}): nobody may take it over before somebody has "
-                f"looked. To let it go on: {reset}"
+                f"{halted.place} is halted at offset {halted.next_offset} ({halted.halted}): nobody may take it over "
+                "before somebody has looked. Decide which offset is right, then: "
+                f"{reset_command(group_id, session.schema, halted.place)}"
             )
+        for row in lost_rows(session, rows):
+            if args.topic is None or row.topic in args.topic:
+                raise CommandError(f"{row.place} of group {group_id!r}: {deleted(row, session.schema)}")
         cluster = open_cluster(settings) if settings.bootstrap_servers else None
         # At offsets that the log does not have the new side would stop, or start elsewhere.
         for line in beside_logs(rows, cluster, settings.schema) if cluster is not None else ():

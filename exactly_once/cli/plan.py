@@ -338,12 +338,20 @@ def show(plan: Plan, args: argparse.Namespace, more: Sequence[str] = ()) -> None
     effects = [f"{again} {verb} again, their effects a second time"] if again else []
     # Whoever committed them to Kafka has had their effects, or left them out itself.
     why = ", which another consumer has committed" if plan.target.kind == "committed" else ", without effects"
-    effects += [f"{left_out} {other}" + ("" if blank else why)] if left_out else []
+    # Effects of messages from its offset on may be there, which is why it was halted.
+    halted = [m for m in plan.moves if m.stored and m.stored.halted]
+    effects += [f"{left_out} {other}" + ("" if blank or halted else why)] if left_out else []
     effects += [f"{gone} that the log has lost {other}, too"] if gone else []
     effect = "no message comes again, none is left out"
     if effects:
         effect = f"messages: {'; '.join(effects)} (counted in offsets, so gaps of compaction and transactions count)"
-    notes = [effect] if is_one_log and (effects or not blank) else []
+    notes = [effect] if is_one_log and (effects or not (blank or halted)) else []
+    if halted:
+        places = ", ".join(f"{m.partition} at offset {m.old_offset}" for m in halted)
+        notes.append(
+            f"halted: {places}; messages from there on may have taken effect, as the reason says, and those that have "
+            "take effect a second time unless the new offset is behind them"
+        )
     if blank:
         notes.append(f"partitions without an offset: {len(blank)}; which of their messages took effect is not known")
     if plan.letters:
@@ -420,6 +428,11 @@ def _committed(cluster: CommandCluster, group_id: str, topic: str, found: Topic)
         raise CommandError(
             f"members that are none of this library's are still in group {group_id!r}: {', '.join(others)}. "
             "Stop every one of them first, or what they commit next is applied again"
+        )
+    if cluster.has_undescribed_members(group_id):
+        raise CommandError(
+            f"group {group_id!r} has members, of which Kafka does not tell (group.protocol=consumer) whether they are "
+            "this library's. Stop every one of them first, or what others commit next is applied again"
         )
     held = cluster.committed(group_id, topic, found.partitions)
     committed = {partition: c.offset for partition, c in held.items() if not c.is_mirrored}

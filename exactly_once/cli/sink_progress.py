@@ -204,7 +204,7 @@ class LeftOut:
             if sink.repeated_rows:
                 said.append(f"rows of events that came before, left out by claim: {sink.repeated_rows:,}")
             if sink.missed_deletes:
-                said.append(f"deletes that found no row: {sink.missed_deletes:,}")
+                said.append(f"deletes that took no row away: {sink.missed_deletes:,}")
             if unused:
                 most = sorted(unused.items(), key=lambda pair: (-pair[1], pair[0]))
                 said.append(f"fields without a column: {_some([f'{name} ({count:,})' for name, count in most])}")

@@ -37,7 +37,7 @@ _PATTERN_SETTINGS = {"topic.metadata.refresh.interval.ms": 10_000, "topic.blackl
 _PAUSE_SECONDS = 1.0
 # How long workers may take to stop, besides what the unit in hand is given: to close their clients and connections.
 _CLOSE_SECONDS = 15.0
-_KILLED, _TERMINATED = 128 + signal.SIGKILL, 128 + signal.SIGTERM
+_KILLED, _TERMINATED, _INTERRUPTED = (128 + n for n in (signal.SIGKILL, signal.SIGTERM, signal.SIGINT))
 
 
 def run(args: argparse.Namespace) -> int:
@@ -62,18 +62,14 @@ def run(args: argparse.Namespace) -> int:
                 return _dry_run(args, task, [*task.flows, *found.values()])
             ready: list[Flow] = []
             waiting: list[Flow] = []
-            lacking: NoColumns | None = None
             for flow in (*task.flows, *found.values()):
                 try:
                     ready.append(prepare(task, flow))
                 # Topics that show no columns of theirs wait for a message, and do not hold up the others.
                 except NoColumns as error:
-                    lacking = lacking or error
                     waiting.append(flow)
                     extra = {"action": "table_waits", "table": flow.table}
                     logger.warning("waiting for a first message of %s: %s", ", ".join(flow.topics), error, extra=extra)
-            if lacking is not None and task.run.until_end and not ready:
-                raise lacking  # or all of them would wait for what comes behind the end
             by_pattern = {topic: flow for flow in ready for topic in flow.topics if topic in found}
             flows = [flow for flow in ready if not by_pattern.keys() & {*flow.topics}]
             task = replace(task, flows=flows, found=by_pattern, waiting=waiting)
@@ -201,12 +197,13 @@ class Crew:
         self._counts: dict[Connection, Counts] = {}
         self._workers: list[SpawnProcess] = []
         self._kill_at: float | None = None
+        self._signal: int | None = None  # the first that came from outside
 
     def run(self) -> int:
         """Watch until all are gone; return the exit code."""
-        before = {number: signal.signal(number, self._stop) for number in (signal.SIGTERM, signal.SIGINT)}
+        before = {number: signal.signal(number, self._on_signal) for number in (signal.SIGTERM, signal.SIGINT)}
         progress = Progress(lambda: sum(list(self._counts.values()), Counts()), is_live=self._task.is_live)
-        code = 0
+        code = failed = 0
         try:
             with every(progress.seconds, progress.tell):
                 for _ in range(self._task.run.workers):
@@ -229,8 +226,8 @@ class Crew:
                                 self._start()
                         elif ended > 0:
                             logger.error("worker %s failed; stopping the others", worker.pid)
-                            self._stop(signal.SIGTERM, None)
-                            code = max(code, ended)
+                            failed = ended  # how the others end says nothing more
+                            self._stop()
                     if self._kill_at is not None and time.monotonic() > self._kill_at:
                         logger.warning("workers do not stop; ending them, which loses nothing")
                         for worker in self._workers:
@@ -243,7 +240,8 @@ class Crew:
                 worker.terminate()
             for number, handler in before.items():
                 signal.signal(number, handler)
-        return code
+        is_interrupted = code == _TERMINATED and self._signal == signal.SIGINT  # workers are always sent SIGTERM
+        return failed or (_INTERRUPTED if is_interrupted else code)
 
     def _open(self) -> list[Connection]:
         return [each for each in self._counts if not each.closed]
@@ -268,7 +266,11 @@ class Crew:
         theirs.close()  # or its end would not be noticed
         self._counts[ours] = Counts()
 
-    def _stop(self, number: int, frame: FrameType | None) -> None:
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        self._signal = self._signal or number
+        self._stop()
+
+    def _stop(self) -> None:
         self._kill_at = self._kill_at or time.monotonic() + self._task.run.stop_seconds + _CLOSE_SECONDS
         for worker in self._workers:
             with contextlib.suppress(ValueError):  # one that was not started yet

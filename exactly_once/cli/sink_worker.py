@@ -28,7 +28,6 @@ import psycopg
 from confluent_kafka import Message
 
 from exactly_once import DeadLetterLimit, ExactlyOnceConsumer
-from exactly_once._log import about
 from exactly_once._model import Partition
 from exactly_once.consumer.unit import Unit
 from exactly_once.errors import ConfigurationError, TooManyDeadLetters
@@ -138,7 +137,7 @@ def work(task: Task, report: Callable[[Counts], None] | None = None) -> None:
         # What is here now stays to the end; looking through it for garbage takes time from each unit.
         gc.collect()
         gc.freeze()
-        set_aside = partial(_set_aside, limit, {}) if task.run.on_poison == "dead-letter" else None
+        set_aside = partial(_set_aside, limit) if task.run.on_poison == "dead-letter" else None
         consumer.run(
             Router(sinks, set_aside=set_aside, find=late.find),
             on_poison=task.run.on_poison,
@@ -148,10 +147,8 @@ def work(task: Task, report: Callable[[Counts], None] | None = None) -> None:
         )
 
 
-def _set_aside(limit: DeadLetterLimit, told: dict[Partition, tuple[int, int]], unit: Unit, bad: Bad) -> None:
+def _set_aside(limit: DeadLetterLimit, unit: Unit, bad: Bad) -> None:
     """Set messages aside in the unit that applies the others.
-
-    ``told`` are owner epoch and offset of the last ones that the log has named; behind a reset they are named again.
 
     :raises BadRow: when they are too many, so that those before are committed, and the one too many stops the worker.
     """
@@ -179,15 +176,6 @@ def _set_aside(limit: DeadLetterLimit, told: dict[Partition, tuple[int, int]], u
             enforce(limit, unit.connection, run[-1], schema=unit.work.schema, group_id=unit.work.group_id)
         except TooManyDeadLetters:
             raise errors[place_of(run[0])] from None
-    epochs = {advance.partition: advance.epoch for advance in unit.advances}
-    for message, error in bad:
-        partition = Partition.of(message)
-        at = (epochs[partition], message.offset() or 0)
-        if told.get(partition, at[:0]) >= at:
-            continue  # the unit has failed by something else meanwhile, and comes again
-        told[partition] = at
-        extra = about("set_aside", group=unit.work.group_id, partition=partition, offset=message.offset())
-        logger.error("%s offset %s is set aside with its unit: %s", partition, message.offset(), error, extra=extra)
 
 
 class _Member(ExactlyOnceConsumer):

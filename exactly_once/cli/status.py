@@ -7,7 +7,7 @@ import functools
 import math
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from itertools import groupby
 from typing import Any
@@ -15,8 +15,9 @@ from typing import Any
 import psycopg
 from psycopg.rows import dict_row
 
+from exactly_once._model import Partition
 from exactly_once.errors import BrokerUnreachable, DatabaseUnreachable
-from exactly_once.ledger.commands import command
+from exactly_once.ledger.commands import command, reset_command
 from exactly_once.ledger.session import Session, cursor_on
 from exactly_once.ledger.sql import query
 
@@ -220,10 +221,11 @@ def look(session: Session, settings: options.Settings, connect: Callable[[], Com
     )
     dead: dict[str, int] = dict(per_group.fetchall())
     unreachable = None
-    lines = [Line(row) for row in rows]
+    lost = lost_rows(session, rows)
+    lines = sorted([*map(Line, rows), *(Line(row, problem=deleted(row, settings.schema)) for row in lost)], key=_order)
     try:
         if settings.bootstrap_servers:
-            lines = beside_logs(rows, connect(), settings.schema)
+            lines = beside_logs(rows, connect(), settings.schema, lost=lost)
     except BrokerUnreachable as error:
         unreachable = error  # what the database has is shown all the same
     of_group = {name: list(found) for name, found in groupby(lines, lambda line: line.stored.group_id)}
@@ -309,18 +311,44 @@ def _troubles(report: Report, args: argparse.Namespace) -> list[str]:
     return found + report.halted_queries
 
 
-def beside_logs(rows: list[Stored], cluster: CommandCluster, schema: str) -> list[Line]:
-    """Put rows beside their logs in this cluster, and name what does not fit."""
+def lost_rows(session: Session, rows: Sequence[Stored]) -> list[Stored]:
+    """Return what somebody has deleted of groups that have rows, as far as it is known: where they were."""
+    of_group = {row.group_id: row for row in rows}
+    found = cursor_on(session.connection).execute(
+        query("lost_rows", session.schema), {"group_ids": list(of_group)}, prepare=False
+    )
+    nothing = {**_NO_ROW, "cluster_id": None, "topic_id": None}
+    return [replace(of_group[group], topic=topic, partition=n, **nothing) for group, topic, n in found]
+
+
+def deleted(row: Stored, schema: str) -> str:
+    """Say what mends the lack of a row."""
+    give = reset_command(row.group_id, schema, row.place)
+    return f"its row of the ledger was deleted: restore it, or give it an offset with: {give}"
+
+
+def _order(line: Line) -> tuple[str, Partition]:
+    return line.stored.group_id, line.stored.place
+
+
+def beside_logs(
+    rows: Sequence[Stored], cluster: CommandCluster, schema: str, *, lost: Sequence[Stored] = ()
+) -> list[Line]:
+    """Put rows beside their logs in this cluster, and name what does not fit.
+
+    ``lost`` is what :func:`lost_rows` returned for them; of topics that are gone nothing is missed.
+    """
     ours = [row for row in rows if row.cluster_id in (None, cluster.cluster_id)]
-    topics = cluster.topics(sorted({row.topic for row in ours}))
+    topics = cluster.topics(sorted({row.topic for row in (*ours, *lost)}))
+    lost = [row for row in lost if row.topic in topics and row.partition < topics[row.topic].partitions]
+    rows = [*rows, *lost]
     # A partition that no worker has met yet, or whose row is gone, is shown: the lag without it is not all of it.
     known = {(row.group_id, row.place) for row in rows}
     met = {
         (r.group_id, r.topic): r for r in ours if r.topic in topics and topics[r.topic].topic_id in (None, r.topic_id)
     }
     added = [replace(row, partition=n, **_NO_ROW) for row in met.values() for n in range(topics[row.topic].partitions)]
-    rows = [*rows, *(row for row in added if (row.group_id, row.place) not in known)]
-    rows.sort(key=lambda row: (row.group_id, row.topic, row.partition))
+    rows += (row for row in added if (row.group_id, row.place) not in known)
     # The brokers refuse to be asked for partitions that are not there.
     there = {row.place for row in rows if row.topic in topics and row.partition < topics[row.topic].partitions}
     logs = cluster.logs(sorted(there))
@@ -349,8 +377,10 @@ def beside_logs(rows: list[Stored], cluster: CommandCluster, schema: str) -> lis
             problem = f"below the log start {log.start}"
         elif row.next_offset is not None and row.next_offset > log.end:
             problem = "beyond the log end"
+        elif row in lost:
+            problem = deleted(row, schema)
         lines.append(Line(row, log, problem))
-    return lines
+    return sorted(lines, key=_order)
 
 
 def _document(report: Report, troubles: list[str] | None) -> dict[str, Any]:

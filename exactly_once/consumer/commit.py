@@ -17,6 +17,7 @@ from exactly_once._log import about, text_of
 from exactly_once._model import Partition, Sent
 from exactly_once.ledger.commands import reset_command
 from exactly_once.ledger.conflict import Conflict
+from exactly_once.ledger.dead_letters import place_of
 from exactly_once.ledger.migrate import refuse_lost
 from exactly_once.ledger.outcome import (
     PATIENCE_SECONDS,
@@ -301,14 +302,25 @@ class CommitProtocol:
             self.ownership.committed(unit.advances)
         self.counters.committed += 1
         self.counters.messages += len(unit.sent)
-        self.counters.dead_letters += unit.dead_letters
+        self.counters.dead_letters += len(unit.letters)
+        epochs = {advance.partition: advance.epoch for advance in unit.advances} if unit.letters else {}
+        for message, why in unit.letters:
+            partition = Partition.of(message)
+            extra = about(
+                "set_aside",
+                group=self.ledger.group_id,
+                partition=partition,
+                offset=message.offset(),
+                owner_epoch=epochs[partition],
+            )
+            logger.error("%s was stored as a dead letter: %s", place_of(message), why, extra=extra)
         self._troubles = 0
         self._patience.committed()
         # Notice a handler that never uses its units: it writes elsewhere, where effects are doubled.
         is_used = unit.is_touched or unit.is_connection_used
         if is_used:
             self._has_threads = unit.work.is_shared or bool(self._has_threads)
-        if is_used and unit.dead_letters < unit.given:
+        if is_used and len(unit.letters) < unit.given:
             self._unused = None
         elif self._unused is not None and not is_used:
             self._unused += 1

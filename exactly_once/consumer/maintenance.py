@@ -16,14 +16,14 @@ from functools import partial
 from typing import Any
 
 import psycopg
-from confluent_kafka import Consumer, KafkaException, Message, TopicPartition
+from confluent_kafka import OFFSET_INVALID, Consumer, KafkaException, Message, TopicPartition
 
 from exactly_once import errors
 from exactly_once._log import about
-from exactly_once._model import Advance, Partition, Row
+from exactly_once._model import MIRRORED, Advance, Partition, Row
 from exactly_once.kafka.admin import Cluster
 from exactly_once.kafka.origin import origin_of
-from exactly_once.ledger.commands import reset_command
+from exactly_once.ledger.commands import command, reset_command
 from exactly_once.ledger.rows import LOCK_SECONDS
 from exactly_once.ledger.start import StartOffsets
 
@@ -574,6 +574,30 @@ class Maintenance:
         for partition in self._start_offsets.compare(new, held, own):
             known = f"Kafka holds offset {held[partition][0]}"
             self.commits.log_rewound(partition, owned[partition].next_offset, known)
+        # An operator, perhaps, or a consumer of another kind; ours overwrites it.
+        foreign = [
+            (partition, tp.offset)
+            for tp in answer
+            if (partition := Partition(tp.topic, tp.partition)) in new
+            and tp.offset not in (OFFSET_INVALID, owned[partition].next_offset)
+            and not (tp.metadata or "").startswith(MIRRORED)
+        ]
+        if foreign:
+            places = [f"{p} at {offset}, the ledger at {owned[p].next_offset}" for p, offset in foreign]
+            logger.warning(
+                "Kafka holds offsets that are not from this library, and move nothing: %s. To go on from them stop "
+                "the group, then run %s",
+                "; ".join(places),
+                command(
+                    "reset",
+                    self._ledger.group_id,
+                    self._ledger.session.schema,
+                    "--topic",
+                    foreign[0][0].topic,
+                    "--to-committed",
+                ),
+                extra=self._about("kafka_offset_ignored", several=[p for p, _ in foreign]),
+            )
         self._next_comparison = time.monotonic() + COMPARE_SECONDS
         for partition in new:
             state = owned[partition]

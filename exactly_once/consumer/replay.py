@@ -124,7 +124,7 @@ class _Commits(EndsUnits):
             )
             logger.warning(text, self.letter.id, self.letter.place, extra=extra)
         try:
-            if unit.dead_letters:
+            if unit.letters:
                 raise DeadAgain("the handler made the message a dead letter again")
             self.work.commit([])
         except BaseException as error:

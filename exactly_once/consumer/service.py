@@ -111,7 +111,7 @@ class Service:
         elif suspect is not None and suspect.poison is not None and len(unit.sent) == 1 and suspect.is_in(unit):
             with unit:
                 self._dispose(unit, unit.sent.messages, [suspect])
-            self._log_dead_letter(unit, suspect)
+            self._log_found(unit, suspect)
         elif self._apply(unit):
             self._has_committed = True
         else:
@@ -249,7 +249,7 @@ class Service:
             return False
         self._has_committed = True
         for suspect in doubts:
-            self._log_dead_letter(unit, suspect)
+            self._log_found(unit, suspect)
         return True
 
     def _doubt(self, unit: Unit, doubts: list[_Suspect]) -> None:
@@ -267,22 +267,25 @@ class Service:
             error = suspect.poison
             assert error is not None
             unit.tries_alone = suspect.tries
-            before = unit.dead_letters
+            before = len(unit.letters)
             if callable(self.on_poison):
                 refuse_undone(self.on_poison(unit, message, error), "on_poison")
             else:
                 unit.dead_letter(message, error)
-            suspect.is_stored = unit.dead_letters > before or not callable(self.on_poison)
-            if unit.dead_letters > before:
+            suspect.is_stored = len(unit.letters) > before or not callable(self.on_poison)
+            if len(unit.letters) > before:
                 stored[suspect.partition] = message
         unit.tries_alone = None
         # The last of each partition has the most behind it: a count for each would take the square of the time.
         for message in stored.values():
             enforce(self.limit, work.connection, message, schema=work.schema, group_id=work.group_id)
 
-    def _log_dead_letter(self, unit: Unit, suspect: _Suspect) -> None:
+    def _log_found(self, unit: Unit, suspect: _Suspect) -> None:
+        """Log what was skipped without a dead letter; those that were stored are logged when they have committed."""
         self._found += 1
         self._named = None
+        if suspect.is_stored:
+            return
         epochs = {advance.partition: advance.epoch for advance in unit.advances}
         extra = about(
             "set_aside",
@@ -291,8 +294,8 @@ class Service:
             offset=suspect.offset,
             owner_epoch=epochs[suspect.partition],
         )
-        how = "stored as a dead letter" if suspect.is_stored else "skipped by on_poison, without a new dead letter"
-        logger.error("%s was %s: %s", suspect.place, how, named(suspect.poison), extra=extra)
+        told = "%s was skipped by on_poison, without a new dead letter: %s"
+        logger.error(told, suspect.place, named(suspect.poison), extra=extra)
 
 
 class _Stopped(BaseException):

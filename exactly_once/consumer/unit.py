@@ -17,6 +17,7 @@ from psycopg import sql
 from psycopg.pq import PipelineStatus
 
 from exactly_once._failpoints import failpoint
+from exactly_once._log import text_of
 from exactly_once._model import Advance
 from exactly_once.errors import ConfigurationError, UnitNotFinished, WrongThreadOrProcess
 from exactly_once.ledger import claims, dead_letters
@@ -96,7 +97,8 @@ class Unit:
         # Whose fault it was that the unit failed.
         self.fault: Fault | None = None
         # How many messages became dead letters.
-        self.dead_letters = 0
+        # What it has made dead letters of, and why, for the log when it has committed.
+        self.letters: list[tuple[Message, str]] = []
         # Whether the handler has asked the unit for its connection, or for what goes over it.
         self.is_touched = False
         # Whether the handler has claimed a key that was claimed already.
@@ -281,7 +283,7 @@ class Unit:
         """Make a message of this unit a dead letter, in the transaction: it counts as applied once the unit commits.
 
         What is stored is what the broker sent, also after ``message.set_value()`` and the like. What is a dead letter
-        already stays the one that it is, and a warning says so.
+        already stays the one that it is, and a warning says so. Each is logged (ERROR) once the unit has committed.
 
         :raises ValueError: when the message's partition is not one of this unit.
         """
@@ -299,7 +301,8 @@ class Unit:
             after_offset=after,
             attempts=self.attempt if self.tries_alone is None else self.tries_alone,
         )
-        self.dead_letters += is_new
+        if is_new:
+            self.letters.append((message, text_of(error)))
 
     def identity(self, message: Message) -> Identity:
         """Name a message of this unit so that every redelivery has the same name: an idempotency key.

@@ -13,6 +13,8 @@ from typing import Any, NamedTuple, Self
 from confluent_kafka import (
     OFFSET_INVALID,
     Consumer,
+    ConsumerGroupState,
+    ConsumerGroupType,
     IsolationLevel,
     KafkaError,
     KafkaException,
@@ -268,6 +270,19 @@ class Cluster:
             for m in members
             if m.client_id != ours and not str(m.client_id).startswith(OUR_CLIENTS)
         )
+
+    def has_undescribed_members(self, group_id: str) -> bool:
+        """Tell whether a group of the protocol ``consumer`` has members, of which :meth:`foreign_members` is silent.
+
+        :raises BrokerUnreachable: when no broker answers.
+        """
+        with self._naming_unreachable():
+            found = self._admin.list_consumer_groups(request_timeout=REQUEST_SECONDS).result()
+        for error in found.errors:
+            raise self._unreachable(error)
+        # Older brokers tell no type; they have no other protocol.
+        groups = [g for g in found.valid if g.group_id == group_id and g.type is ConsumerGroupType.CONSUMER]
+        return any(group.state is not ConsumerGroupState.EMPTY for group in groups)
 
     def _offsets(
         self, partitions: list[Partition], spec: OffsetSpec, *, read_committed: bool = False

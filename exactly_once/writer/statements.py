@@ -173,17 +173,25 @@ def _insert(
     )
 
 
+def counts_each(plan: Plan, conflict: Conflict) -> bool:
+    """Tell whether Postgres counts each row as stored, unless a trigger of the table keeps it out."""
+    return conflict.mode == "upsert" and conflict.newest_by is None and bool(_changed(plan, conflict))
+
+
+def _changed(plan: Plan, conflict: Conflict) -> list[str]:
+    """Return the columns that are set where a row is there."""
+    allowed = {*plan.names, *conflict.always} if conflict.update is None else conflict.update
+    set_names = [*plan.names, *(n for n in conflict.always if n not in plan.names)]
+    return [n for n in set_names if n not in conflict.key and n in allowed]
+
+
 def _clause(plan: Plan, conflict: Conflict) -> sql.Composable:
-    names = plan.names
     if conflict.mode == "append":
         return sql.SQL("")
     key = _list(map(sql.Identifier, conflict.key))
     if conflict.mode == "insert-ignore":
         return sql.SQL("ON CONFLICT ({}) DO NOTHING").format(key) if conflict.key else sql.SQL("ON CONFLICT DO NOTHING")
-    allowed = {*names, *conflict.always} if conflict.update is None else conflict.update
-    set_names = [*names, *(n for n in conflict.always if n not in names)]
-    changed = [n for n in set_names if n not in conflict.key and n in allowed]
-    if not changed:
+    if not (changed := _changed(plan, conflict)):
         return sql.SQL("ON CONFLICT ({}) DO NOTHING").format(key)
     # Of a null and a number the number is the sum.
     plus = "{0} = coalesce(t.{0} + EXCLUDED.{0}, EXCLUDED.{0}, t.{0})"

@@ -10,6 +10,7 @@ import psycopg
 from psycopg import sql
 from psycopg.rows import dict_row
 
+from exactly_once.errors import ConfigurationError
 from exactly_once.ledger.session import Connection, cursor_on, last_row
 from exactly_once.ledger.sql import query
 
@@ -135,11 +136,21 @@ class Table:
         return [known[n] for n in names]
 
 
+def refuse_encoding(connection: Connection) -> None:
+    """Refuse a connection whose names and values are not in UTF-8.
+
+    :raises ConfigurationError: saying what mends it.
+    """
+    if (encoding := connection.info.encoding) != "utf-8":
+        raise ConfigurationError(f"the connection's client_encoding is {encoding}; say client_encoding=UTF8")
+
+
 def read_table(connection: Connection, name: str | sql.Identifier) -> Table:
     """Read a table from the catalogue. ``name`` is written as in SQL: ``bank.payment``, ``"Odd Name"``.
 
     :raises TableError: when there is none, or rows cannot be copied into it.
     """
+    refuse_encoding(connection)
     text = name.as_string(None) if isinstance(name, sql.Identifier) else name
     cursor, by_name = cursor_on(connection), cursor_on(connection, dict_row)
     try:

@@ -12,7 +12,7 @@ from exactly_once.ledger.session import Connection
 from .changes import MISSING, UNAVAILABLE, Marks, Merge, Row, Rules, Tombstone, collapse, keys_of, marks_of, rounds
 from .errors import BadRow, origin
 from .plan import Plan, Prepared
-from .statements import Conflict, by_key, merge, rank
+from .statements import Conflict, by_key, counts_each, merge, rank
 from .table import OnMissing
 
 
@@ -52,8 +52,8 @@ class Upsert:
             replaces_all=says_all
             and not (keeps_missing or inserted_only or changing or conflict.newest_by or plan.table.notices_deletes),
         )
-        # How many deletes found no row.
-        self.missed = 0
+        # How many deletes took no row away, and how many rows a trigger of the table has kept out.
+        self.missed = self.kept_out = 0
 
     def apply(
         self,
@@ -102,7 +102,13 @@ class Upsert:
                         raise self._unkept(row, looked_at, part, marks, origins)
                 step.rows = [tuple(MISSING if v is UNAVAILABLE else v for v in row) for row in step.rows]
             for plan, rows in self._plan.by_columns(Prepared(step.rows, is_binary)):
-                written += merge(connection, plan, rows, self._conflict, small_batch=self._small_batch)
+                given = list(rows.rows)
+                changed = merge(
+                    connection, plan, Prepared(given, rows.is_binary), self._conflict, small_batch=self._small_batch
+                )
+                if counts_each(plan, self._conflict):
+                    self.kept_out += len(given) - changed
+                written += changed
         return written
 
     def _unkept(

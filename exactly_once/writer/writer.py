@@ -25,7 +25,7 @@ from .decoding import Decoded
 from .errors import BadRow, TableChanged, TableError, UnreadableValue, origin
 from .plan import Plan, Prepared
 from .statements import Conflict, Mode, append, merge, stage_columns
-from .table import Column, OnMissing, Table, lock_shape, read_table
+from .table import Column, OnMissing, Table, lock_shape, read_table, refuse_encoding
 from .upsert import Upsert
 
 logger = logging.getLogger(__name__)
@@ -125,8 +125,7 @@ class TableWriter:
         """
         if connection.autocommit and connection.info.transaction_status is TransactionStatus.IDLE:
             raise ConfigurationError("the writer needs an open transaction; this connection commits each statement")
-        if (encoding := connection.info.encoding) != "utf-8":
-            raise ConfigurationError(f"the connection's client_encoding is {encoding}; say client_encoding=UTF8")
+        refuse_encoding(connection)
         try:
             while self._table is None or (locks and lock_shape(connection, self._table) != self._table.shape):
                 table = read_table(connection, self.name)
@@ -184,7 +183,7 @@ class TableWriter:
                 upsert = Upsert(plan, self._conflict, missing=self.missing, merges=merges, small_batch=small_batch)
                 written = upsert.apply(connection, list(rows), exact=exact, origins=origins)
                 self.missed_deletes += upsert.missed
-                return written
+                return self._counted(written, of=written + upsert.kept_out)
             if set(plan.names) <= set(exact) and self.missing in (None, "null") and not plan.may_leave_out:
                 prepared = Prepared(rows, is_binary=True)
             else:
@@ -197,7 +196,7 @@ class TableWriter:
                     written += merge(connection, part, some, self._conflict, small_batch=small_batch)
         # A decoder's rows are made while they are written, each of a message.
         given = prepared.rows if isinstance(prepared.rows, Collection) else origins or ()
-        return self._counted(written, of=len(given))
+        return self._counted(written, of=len(given)) if self.mode == "append" else written
 
     def write_encoded(
         self,
@@ -224,8 +223,8 @@ class TableWriter:
         return self._counted(written, of=row_count)
 
     def _counted(self, written: int, *, of: int) -> int:
-        """Return how many rows were written; where an append has stored fewer than it was given, say so once."""
-        if self.mode == "append" and written < of and not self._has_told:
+        """Return how many rows were written; where these are fewer than there were to be, say so once."""
+        if written < of and not self._has_told:
             self._has_told = True
             logger.warning(
                 "%s: Postgres counts %s of %s rows as stored: a trigger or a rule of the table keeps the others out or "

@@ -130,7 +130,7 @@ def test_a_halted_partition_is_refused_with_the_command_that_mends_it(
     db.execute("UPDATE exactly_once.ledger SET halted = 'odd' WHERE group_id = %s AND partition = 1", (name,))
     result = operate("hand-over", "--to", "consumer")
     assert result.code == 1
-    assert operate(*suggested(result.err), "--execute").code == 0
+    assert operate(*[arg if arg != "N" else "10" for arg in suggested(result.err)], "--execute").code == 0
     assert operate("hand-over", "--to", "consumer").code == 0
 
 

@@ -299,6 +299,8 @@ def test_a_halted_partition_goes_on_after_the_command_that_the_error_names(
         shown = operate(*mend)
         assert shown.code == 0
         assert "no longer halted: the handler committed" in shown.out
+        assert f"halted: {topic}[{partition}] at offset " in shown.out
+        assert "without effects" not in shown.out
     # The other partition, if it was not in that unit, was read by the consumer that named this one.
     assert read_to_end(make_consumer, topic) == [(p, o) for p in sorted(halted) for o in range(5, 10)]
 
@@ -409,14 +411,16 @@ def test_to_committed_makes_no_rows_for_half_a_topic(
     assert offsets(db, name) == []
 
 
+@pytest.mark.parametrize("protocol", ["classic", "consumer"])
 def test_to_committed_goes_on_from_what_another_consumer_has_committed(
-    operate: Command, consumed: str, db: Db, name: str, bootstrap_servers: str
+    protocol: str, operate: Command, consumed: str, db: Db, name: str, bootstrap_servers: str
 ) -> None:
     """Back to the old code and forward again. What this library told Kafka moves nothing."""
     result = operate("reset", "--topic", consumed, "--to-committed")
     assert result.code == 1
     assert "that another consumer has committed" in result.err
-    old = Consumer({"bootstrap.servers": bootstrap_servers, "group.id": name, "enable.auto.commit": False})
+    settings = {"bootstrap.servers": bootstrap_servers, "group.id": name, "enable.auto.commit": False}
+    old = Consumer({**settings, "group.protocol": protocol})
     old.commit(offsets=[TopicPartition(consumed, 1, 7)], asynchronous=False)
     result = operate("reset", "--topic", consumed, "--to-committed", "--json")
     assert [(p["partition"], p["old_offset"], p["new_offset"]) for p in result.partitions] == [(1, 10, 7)]
@@ -428,7 +432,7 @@ def test_to_committed_goes_on_from_what_another_consumer_has_committed(
     old.close()
     assert operate("reset", "--topic", consumed, "--to-committed", "--execute").code == 0
     assert offsets(db, name) == [10, 7]
-    old = Consumer({"bootstrap.servers": bootstrap_servers, "group.id": name, "enable.auto.commit": False})
+    old = Consumer(settings)
     old.commit(offsets=[TopicPartition(consumed, 1, 9)], asynchronous=False)
     result = operate("reset", "--topic", consumed, "--to-committed", "--execute")
     assert "messages: 2 are left out, which another consumer has committed (" in result.out
@@ -479,7 +483,7 @@ def test_a_command_that_an_error_names_is_about_the_same_group_and_ledger(
         refused = command("hand-over", "--to", "spark", *where).err
         reset = shlex.split(refused[refused.index("exactly-once reset") :])[1:]
         db.execute(sql.SQL("UPDATE {} SET topic_id = NULL").format(rows))
-        assert command(*reset[:-1], "--to-offset", 5, "--execute").code == 0  # in place of --to-current
+        assert command(*reset[:-1], 5, "--execute").code == 0  # in place of N
         moved = db.execute(sql.SQL("SELECT group_id, next_offset FROM {} ORDER BY partition").format(rows)).fetchall()
         assert moved == [(group, 5), (group, 4)]
     finally:

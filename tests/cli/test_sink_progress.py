@@ -149,7 +149,7 @@ def test_deletes_that_found_no_row_are_reported(caplog: pytest.LogCaptureFixture
     sink.writer.missed_deletes = 1234
     left_out.tell()
     left_out.tell()
-    assert [r.getMessage() for r in caplog.records] == ["table payment: deletes that found no row: 1,234"]
+    assert [r.getMessage() for r in caplog.records] == ["table payment: deletes that took no row away: 1,234"]
 
 
 def test_a_name_that_differs_in_case_and_underscores_only_is_pointed_at(caplog: pytest.LogCaptureFixture) -> None:

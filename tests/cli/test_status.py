@@ -18,7 +18,7 @@ from exactly_once.embedded.proxy import PostgresProxy
 from exactly_once.ledger.claims import claim
 from tests.cli.conftest import Command, read_to_end
 from tests.conftest import MakeConsumer
-from tests.support.topics import create_topic, delete_topic, produce
+from tests.support.topics import add_partitions, create_topic, delete_topic, produce
 from tests.support.waiting import until
 
 Db = psycopg.Connection[Any]
@@ -156,14 +156,39 @@ def test_an_offset_beyond_the_log_and_a_partition_that_is_not_there_are_problems
     assert shown.json["groups"][0]["lag"] == 0
 
 
-def test_a_partition_without_a_row_is_shown_and_no_lag_of_its_group_counts_it(
-    operate: Command, consumed: str, db: Db, name: str
+def test_a_partition_that_no_worker_has_met_is_shown_and_no_lag_of_its_group_counts_it(
+    operate: Command, consumed: str, name: str, bootstrap_servers: str
 ) -> None:
-    """Somebody deleted it, or it was added and no worker has met it yet."""
-    db.execute("DELETE FROM exactly_once.ledger WHERE group_id = %s AND partition = 1", (name,))
+    add_partitions(bootstrap_servers, consumed, 3)
     found = [(p["partition"], p["next_offset"], p["log_end"], p["lag"]) for p in operate("status", "--json").partitions]
-    assert found == [(0, 10, 10, 0), (1, None, 10, None)]
-    assert operate("status", "--check").out == f"ok: group {name}: 2 partitions, lag 0 without 1 partition\n"
+    assert found == [(0, 10, 10, 0), (1, 10, 10, 0), (2, None, 0, None)]
+    assert operate("status", "--check").out == f"ok: group {name}: 3 partitions, lag 0 without 1 partition\n"
+
+
+def test_a_row_that_was_deleted_is_a_problem(
+    *, operate: Command, command: Command, consumed: str, db: Db, name: str, conninfo: str, bootstrap_servers: str
+) -> None:
+    """No worker reads its partition, of which nothing else would tell: also of a topic without any row."""
+    other = create_topic(bootstrap_servers, 1, name=f"{name}_other")
+    met = (
+        "INSERT INTO exactly_once.audit (action, reason, group_id, topic, partition) VALUES ('register', '', %s, %s, 0)"
+    )
+    db.execute(met, (name, other))
+    db.execute("DELETE FROM exactly_once.ledger WHERE group_id = %s AND partition = 1", (name,))
+    offline = command("status", "--check", "--conninfo", conninfo, "--group-id", name)
+    for result in (operate("status", "--check"), offline):
+        assert result.code == 1
+        for topic, partition in ((consumed, 1), (other, 0)):
+            give = f"exactly-once reset --group-id {name} --topic {topic} --partition {partition} --to-offset N"
+            told = f"group {name}, {topic}[{partition}]: its row of the ledger was deleted: restore it, or give it"
+            assert f"{told} an offset with: {give}" in result.out
+    refused = operate("hand-over", "--to", "spark")
+    assert refused.code == 1
+    assert "its row of the ledger was deleted" in refused.err
+    delete_topic(bootstrap_servers, other)
+    assert other not in operate("status").out, "of a topic that is gone nothing is missed"
+    assert operate("reset", "--topic", consumed, "--partition", 1, "--to-offset", 10, "--execute").code == 0
+    assert operate("status", "--check").code == 0
 
 
 def test_brokers_that_do_not_answer_are_an_error_behind_what_the_database_knows(

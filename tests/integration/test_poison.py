@@ -148,6 +148,7 @@ def test_messages_that_errors_name_are_set_aside_in_two_tries_each(
     assert sorted(scene.applied()) == sorted([n for n in range(100) if n not in bad] * 3)
     assert failures <= 2 * len(bad) * 3
     told = [r.getMessage() for r in caplog.records if r.name == "exactly_once.consumer.service"]
+    told += [r.getMessage() for r in caplog.records if getattr(r, "action", "") == "set_aside"]
     assert len(told) == len(bad) * 3, told
 
 

@@ -128,12 +128,19 @@ def test_committed_adopts_a_group_where_kafka_says_it_stands(
 
 @pytest.mark.fault("C15")
 def test_adopted_group_goes_on_by_the_ledger_not_by_kafka(
-    consume: Callable[..., int], bootstrap_servers: str, topic: str, name: str
+    consume: Callable[..., int], bootstrap_servers: str, topic: str, name: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    commit_to_kafka(bootstrap_servers, name, topic, {0: 4, 1: 10, 2: 0})
-    consume(start="committed")
-    commit_to_kafka(bootstrap_servers, name, topic, {0: 0, 1: 0, 2: 0})
-    assert consume(start="committed") == 0
+    """Whoever has moved them in Kafka is told that this moves nothing."""
+    ignored: list[int] = []
+    for offsets in ({0: 4, 1: 10, 2: 0}, {0: 3, 1: 10}, {0: 99, 1: 0}):
+        commit_to_kafka(bootstrap_servers, name, topic, offsets)
+        assert consume(start="committed") == (16 if not ignored else 0)
+        told = [r.getMessage() for r in caplog.records if getattr(r, "action", "") == "kafka_offset_ignored"]
+        ignored.append(len(told))
+    assert ignored == [0, 1, 2]
+    assert f"{topic}[0] at 3, the ledger at 10. To" in told[0]
+    assert f"{topic}[0] at 99, the ledger at 10; {topic}[1] at 0, the ledger at 10. To" in told[1]
+    assert f"exactly-once reset --group-id {name} --topic {topic} --to-committed" in told[1]
 
 
 def test_committed_without_an_offset_starts_an_empty_log_at_its_beginning(

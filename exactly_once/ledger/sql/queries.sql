@@ -347,6 +347,16 @@ FROM {schema}.ledger
 WHERE (%(group_id)s::text IS NULL OR group_id = %(group_id)s)
 ORDER BY group_id, topic, partition
 
+-- name: lost_rows
+-- Which partitions of groups had a row that nobody forgot on purpose, and have none any more.
+SELECT group_id, topic, partition
+FROM (SELECT DISTINCT ON (group_id, topic, partition) group_id, topic, partition, action FROM {schema}.audit
+      WHERE action IN ('register', 'forget') AND group_id = ANY(%(group_ids)s::text[])
+      ORDER BY group_id, topic, partition, id DESC) AS latest
+WHERE action = 'register' AND topic NOT LIKE 'query:%%' AND NOT EXISTS (
+    SELECT FROM {schema}.ledger l
+    WHERE l.group_id = latest.group_id AND l.topic = latest.topic AND l.partition = latest.partition)
+
 -- name: ledger_health
 -- What lets the table grow: dead versions of rows, which stay while a snapshot is held that could see them.
 SELECT t.n_dead_tup AS dead_rows, pg_total_relation_size(t.relid) AS bytes, held.by AS snapshot_held_by,
