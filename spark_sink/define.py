@@ -11,12 +11,11 @@ import psycopg
 from psycopg import sql
 
 from exactly_once._log import about
-from exactly_once.ledger.rows import LOCK_SECONDS
-from exactly_once.ledger.session import Connection, last_row
+from exactly_once.ledger.session import Connection
 from exactly_once.writer import Table, TableError
 from exactly_once.writer.ddl import add_columns, can_be_column, create_table, parts_of
 from exactly_once.writer.errors import NAME_BYTES, TableMissing
-from exactly_once.writer.table import read_table
+from exactly_once.writer.table import alter, read_table
 
 from .errors import FrameError
 from .frame import check_key, has_places
@@ -44,9 +43,6 @@ _TYPES = {
     "daytimeinterval": "interval",
     **dict.fromkeys(("struct", "map", "variant"), "jsonb"),
 }
-
-# Set how long a statement waits for a lock, for the rest of the transaction; return how long it was before.
-_LIMIT = "SELECT current_setting('lock_timeout'), set_config('lock_timeout', %s, true)"
 
 
 def define(connection: Connection, options: Options, schema: StructType | None) -> list[sql.Composed]:
@@ -88,10 +84,7 @@ def _execute(connection: Connection, name: str, statements: Iterable[sql.Compose
                 contextlib.suppress(psycopg.errors.UniqueViolation, psycopg.errors.DuplicateTable),
                 connection.transaction(),
             ):
-                # Readers queue behind an ALTER TABLE that waits. What comes after it may wait as long as it did before.
-                (before, _) = last_row(connection.execute(_LIMIT, [f"{LOCK_SECONDS}s"], prepare=False))
-                connection.execute(statement, prepare=False)
-                connection.execute(_LIMIT, [before], prepare=False)
+                alter(connection, statement)
                 executed.append(statement)
         except psycopg.errors.TooManyColumns as error:  # dropped ones count
             raise TableError(f"{name}: {error.diag.message_primary}; leave columns out of the frame") from error

@@ -121,6 +121,8 @@ class Plan:
     cluster_id: str | None
     letters: Sequence[DeadLetter] = ()
     """The dead letters whose messages come again: they are dropped, or a replay would apply them once more."""
+    left: Sequence[int] = ()
+    """The partitions that stay, because Kafka holds no offset of theirs that another consumer has committed."""
 
 
 def add_targets(
@@ -195,6 +197,7 @@ def make_plan(session: Session, settings: Settings, args: argparse.Namespace, *,
                 f"the ledger has no row of {new[0]} for group {group_id!r}: pass --to-offset N, where it starts"
             )
     chosen: Mapping[Partition, int] = {}
+    left: list[Partition] = []
     if target.kind == "committed" and cluster and found:
         chosen = _committed(cluster, group_id, topic, found)
         left = [p for p in partitions if p not in chosen]
@@ -223,6 +226,7 @@ def make_plan(session: Session, settings: Settings, args: argparse.Namespace, *,
         moves=[Move(partition=p, stored=stored.get(p), new_offset=chosen.get(p), log=logs.get(p)) for p in partitions],
         topic_id=found.topic_id if found else None,
         cluster_id=cluster.cluster_id if cluster else None,
+        left=[p.number for p in left],
     )
     return replace(plan, letters=_letters(session.connection, session.schema, plan))
 
@@ -354,6 +358,10 @@ def show(plan: Plan, args: argparse.Namespace, more: Sequence[str] = ()) -> None
         )
     if blank:
         notes.append(f"partitions without an offset: {len(blank)}; which of their messages took effect is not known")
+    if plan.left:
+        notes.append(
+            f"left alone, as no other consumer has committed an offset: partitions {', '.join(map(str, plan.left))}"
+        )
     if plan.letters:
         places = ", ".join(letter.place for letter in plan.letters[:_NAMED]) + (", ..." * (len(plan.letters) > _NAMED))
         notes.append(f"dead letters whose messages {verb} again, and {drop} for that: {len(plan.letters)} ({places})")

@@ -13,7 +13,7 @@ from exactly_once.publish.recovery import sequences_in
 
 from . import options, output
 from .problems import CommandParser
-from .servers import open_database
+from .servers import open_cluster, open_database
 
 _STATUS = """\
 Show owners and their leases, windows with their keys in flight and unknown, and chains with their gaps. A window is
@@ -40,6 +40,8 @@ def add_parser(subparsers: argparse._SubParsersAction[Any]) -> None:
 
 def run(args: argparse.Namespace) -> int:
     settings = options.settings(args)
+    if args.topic:
+        open_cluster(settings)  # says within seconds that no broker answers; what reads the topics waits for one
     found: dict[str, Any] = {}
     if settings.connect or settings.conninfo or not args.topic:  # numbers alone need no database
         with open_database(settings) as session, cursor_on(session.connection, dict_row) as cursor:

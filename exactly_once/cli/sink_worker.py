@@ -145,6 +145,8 @@ def work(task: Task, report: Callable[[Counts], None] | None = None) -> None:
             stop_seconds=task.run.stop_seconds,
             until_end=task.run.until_end,
         )
+        # All is done; a signal that comes while it closes changes nothing any more.
+        signal.signal(signal.SIGTERM, lambda *_: logger.info("SIGTERM: closing", extra={"action": "stopping"}))
 
 
 def _set_aside(limit: DeadLetterLimit, unit: Unit, bad: Bad) -> None:

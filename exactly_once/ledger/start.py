@@ -274,9 +274,12 @@ class StartOffsets:
                 f"ledger {', '.join(sorted(origins)) or 'of an unknown id'}). Find out which messages "
                 f"took effect here, then: {self._command('reset', topic, '--to-earliest')} (or --to-latest, --to-time)"
             )
-        raise errors.OffsetsNotAdopted(
+        raise self._not_adopted(topic, len(committed))
+
+    def _not_adopted(self, topic: str, partitions: int) -> errors.OffsetsNotAdopted:
+        return errors.OffsetsNotAdopted(
             f"Kafka holds committed offsets of group {self._group_id!r} for topic {topic!r} "
-            f"({len(committed)} partitions), the ledger has none. Stop every old member of the group, then say "
+            f"({partitions} partitions), the ledger has none. Stop every old member of the group, then say "
             'start="committed" to go on from there, or start="earliest" to read everything again'
         )
 
@@ -304,6 +307,12 @@ class StartOffsets:
             return []
         partitions = [row.partition for row in rows]
         chosen: dict[Partition, tuple[int, int | None]] = {p: (ranges[p][0], None) for p in partitions}
+        if self._start is None:
+            # Rows that another start= has made, and has not started: it was refused, or belongs to another member.
+            for topic in sorted({p.topic for p in partitions}):
+                held = self._cluster.committed(self._group_id, topic, self.topics[topic].partitions)
+                if foreign := [c for c in held.values() if not c.is_mirrored]:
+                    raise self._not_adopted(topic, len(foreign))
         if isinstance(self._start, datetime):
             chosen = {p: (offset, None) for p, offset in self._cluster.at(partitions, self._start).items()}
         elif self._start == "latest":

@@ -20,7 +20,7 @@ from .changes import Row
 from .ddl import add_columns, can_be_column, unencodable
 from .decoding import Decoded, Decoder
 from .errors import BadRow, TableChanged, TableError, cut, place_of
-from .table import Table, read_table
+from .table import Table, alter, read_table
 from .writer import TableWriter
 
 if TYPE_CHECKING:
@@ -168,7 +168,9 @@ class TableSink:
         self._to_add = self._to_add if statements else {}
         for statement in statements:
             try:
-                connection.execute(statement, prepare=False)
+                alter(connection, statement)
+            except psycopg.errors.LockNotAvailable as error:
+                raise TableChanged(f"{table} is locked, and gets its columns once it is not: {error}") from error
             except psycopg.errors.InsufficientPrivilege as error:
                 raise TableError(f"{table}: only its owner adds columns: {error}") from error
             except psycopg.errors.TooManyColumns as error:

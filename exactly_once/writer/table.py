@@ -11,6 +11,7 @@ from psycopg import sql
 from psycopg.rows import dict_row
 
 from exactly_once.errors import ConfigurationError
+from exactly_once.ledger.rows import LOCK_SECONDS
 from exactly_once.ledger.session import Connection, cursor_on, last_row
 from exactly_once.ledger.sql import query
 
@@ -18,6 +19,9 @@ from .errors import NAME_BYTES, TableError, TableMissing
 
 # What a field that a row does not have becomes: null, the column's default or, in an upsert, what it was.
 OnMissing = Literal["null", "default", "keep"]
+
+# Set how long a statement waits for a lock, for the rest of the transaction; return how long it was before.
+_LIMIT = "SELECT current_setting('lock_timeout'), set_config('lock_timeout', %s, true)"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -181,6 +185,17 @@ def read_table(connection: Connection, name: str | sql.Identifier) -> Table:
         keys=[tuple(key) for (key,) in keys],
         shape=read_shape(connection, sql.Identifier(found["schema"], found["name"])),
     )
+
+
+def alter(connection: Connection, statement: sql.Composed) -> None:
+    """Execute DDL that waits for its lock for some seconds only, as readers queue behind it.
+
+    :raises psycopg.errors.LockNotAvailable: when somebody has locked the table for longer.
+    """
+    # What comes after it may wait as long as it did before.
+    (before, _) = last_row(connection.execute(_LIMIT, [f"{LOCK_SECONDS}s"], prepare=False))
+    connection.execute(statement, prepare=False)
+    connection.execute(_LIMIT, [before], prepare=False)
 
 
 def read_shape(connection: Connection, identifier: sql.Identifier) -> str:

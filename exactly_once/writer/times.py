@@ -117,8 +117,8 @@ def read_moment(text: str) -> datetime:
     text = text.strip()
     if not _MOMENT_TEXT.fullmatch(text):
         raise ValueError(f"{cut(text)} is not in ISO 8601")
-    text, microseconds = _without_long_fraction(text)
     text, midnights = _END_OF_DAY.subn("00", text)
+    text, microseconds = _without_long_fraction(text)
     try:
         return datetime.fromisoformat(text) + timedelta(days=midnights, microseconds=microseconds)
     except OverflowError as error:

@@ -424,6 +424,8 @@ def test_to_committed_goes_on_from_what_another_consumer_has_committed(
     old.commit(offsets=[TopicPartition(consumed, 1, 7)], asynchronous=False)
     result = operate("reset", "--topic", consumed, "--to-committed", "--json")
     assert [(p["partition"], p["old_offset"], p["new_offset"]) for p in result.partitions] == [(1, 10, 7)]
+    left = "left alone, as no other consumer has committed an offset: partitions 0\n"
+    assert left in operate("reset", "--topic", consumed, "--to-committed").out
     old.subscribe([consumed])
     until(lambda: old.poll(0.2) is None and old.assignment(), 30, "the old consumer's assignment")
     result = operate("reset", "--topic", consumed, "--to-committed", "--execute")

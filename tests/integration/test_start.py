@@ -170,6 +170,26 @@ def test_committed_without_an_offset_of_a_filled_log_is_an_error(
     assert consume(start="earliest") == 30
 
 
+def test_offsets_that_were_not_adopted_stay_so_without_start(
+    consume: Callable[..., int],
+    bootstrap_servers: str,
+    topic: str,
+    name: str,
+    offsets: Callable[[], list[int | None]],
+) -> None:
+    """The rows that a refused start has made have no offsets: what Kafka holds was read again in silence."""
+    commit_to_kafka(bootstrap_servers, name, topic, {0: 4, 2: 0})
+    with pytest.raises(NoCommittedOffset):
+        consume(start="committed")
+    for _ in range(2):
+        with pytest.raises(OffsetsNotAdopted, match='start="committed"'):
+            consume()
+    assert offsets() == [None, None, None]
+    commit_to_kafka(bootstrap_servers, name, topic, {1: 1})
+    assert consume(start="committed") == 25
+    assert consume() == 0
+
+
 def test_committed_where_kafka_has_nothing_of_the_group_says_what_else_start_takes(
     consume: Callable[..., int], topic: str
 ) -> None:

@@ -370,7 +370,7 @@ OPERATING = (
         (
             "replay-aside",
             "a letter that is set aside again counts as replayed: loses",
-            "            if unit.dead_letters:\n",
+            "            if unit.letters:\n",
             "            if False:\n",
         ),
         (

@@ -211,7 +211,7 @@ def test_of_two_drivers_that_define_at_once_both_succeed(  # noqa: PLR0917 - mos
 ) -> None:
     """The second waits for the first, whose table or column it finds then, and adds what a smaller table lacks."""
     # Who calls tries again after a lock time-out; here the first may take as long as the machine lets it.
-    monkeypatch.setattr("spark_sink.define.LOCK_SECONDS", SPARK_SECONDS)
+    monkeypatch.setattr("exactly_once.writer.table.LOCK_SECONDS", SPARK_SECONDS)
     if before is not None:
         db.execute(before.format(place.name))
     failed: list[BaseException] = []

@@ -77,7 +77,7 @@ DIFFERENCES = [
     Difference("a whole number with an exponent for `money`", "stored", "refuses it", lambda c: c.theirs is REFUSED and c.is_of("money") and bool(re.search(r"\d[eE]", c.json))),
     Difference("a time zone too few or too many", "refused, unless `naive_timestamps`", "takes the session's zone, or ignores it", lambda c: c.is_refused and c.is_of("timestamp", "time", "date")),
     Difference("dates and times in other words than ISO 8601, by the day of the year, with a second of 60, or beyond the years 1 to 9999, and `infinity` from JSON where the column has no precision", "refused", "reads it", lambda c: c.is_refused and c.is_of(*_TIMES)),
-    Difference("lists for dates and times, ISO weeks, zones of 16 hours and more", "stored", "refuses it", lambda c: c.theirs is REFUSED and c.is_of(*_TIMES)),
+    Difference("lists for dates and times, ISO weeks, an hour without minutes, a comma before the fraction, zones of 16 hours and more", "stored", "refuses it", lambda c: c.theirs is REFUSED and c.is_of(*_TIMES)),
     Difference("`bytea` from JSON", "reads base64", "reads its own escapes", lambda c: c.is_of("bytea")),
     Difference("fields of a composite type that have no attribute", "refused", "ignores them", lambda c: c.is_refused and c.is_of("json_place", "json_trip")),
     Difference("half of a surrogate pair in `json`", "refused", "stores it", lambda c: c.is_refused and bool(re.search(r"\\ud[89a-f]", c.json.lower()))),

@@ -14,7 +14,7 @@ from confluent_kafka import Message, Producer
 
 from exactly_once import ExactlyOnceConsumer
 from exactly_once.cli.sink_flows import Flow
-from exactly_once.writer import BadRow, TableError, TableSink
+from exactly_once.writer import BadRow, TableError, TableSink, table
 from exactly_once.writer.errors import TableChanged
 from tests.support.topics import create_topic
 from tests.writer.test_envelopes import CONNECT, change, field
@@ -277,3 +277,23 @@ def test_a_consumer_stores_each_message_once_while_the_table_evolves(
     counted = db.execute(f"SELECT count(*), count(DISTINCT id), count(f0), count(f3), sum(late) FROM {name}").fetchone()
     assert counted == (400, 400, 100, 100, 399)
     assert types(db, name) == {"id": "integer", **dict.fromkeys(("f0", "f1", "f2", "f3", "late"), "bigint")}
+
+
+def test_a_column_waits_for_the_table_no_longer_than_readers_may(
+    db: Database, name: str, conninfo: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Behind an ALTER TABLE that waits for a forgotten reader all others wait, too."""
+    monkeypatch.setattr(table, "LOCK_SECONDS", 0.2)
+    db.execute(f"CREATE TABLE {name} (id int)")
+    to = sink(name)
+    with pytest.raises(TableChanged, match="gets columns"), db.transaction():
+        to.write(db, [message({"id": 1, "a": 1})])
+    with psycopg.connect(conninfo) as reader:
+        reader.execute(f"SELECT FROM {name}")
+        with pytest.raises(TableChanged, match="is locked, and gets its columns once it is not"), db.transaction():
+            to.write(db, [message({"id": 1, "a": 1})])
+    with db.transaction():
+        db.execute("SET LOCAL lock_timeout = '77s'")
+        to.write(db, [message({"id": 1, "a": 1})])
+        assert db.execute("SHOW lock_timeout").fetchone() == ("77s",), "as it was before"
+    assert db.execute(f"SELECT * FROM {name}").fetchall() == [(1, 1)]
