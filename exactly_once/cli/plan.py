@@ -331,11 +331,33 @@ def show(plan: Plan, args: argparse.Namespace, more: Sequence[str] = ()) -> None
         )
         note = "new row" if row is None else row.note
         cells.append([m.partition.number, m.old_offset, "->", m.result, *(m.log or (None, None)), note])
+    output.show(
+        args,
+        {
+            "executed": args.execute,
+            "group_id": plan.group_id,
+            "topic": plan.topic,
+            "to": str(plan.target),
+            "topic_id": plan.topic_id,
+            "cluster_id": plan.cluster_id,
+            "partitions": partitions,
+            "dead_letters": [letter.id for letter in plan.letters],
+        },
+        _HEADER,
+        cells,
+        title=[f"group {plan.group_id}, topic {plan.topic}, to {plan.target}", *more],
+        give=(_HEADER.index("NOTE"),),
+        notes=[*_effects(plan, is_one_log=is_one_log, is_done=args.execute), output.ending(args)],
+    )
+
+
+def _effects(plan: Plan, *, is_one_log: bool, is_done: bool) -> list[str]:
+    """Say what becomes of messages, and what is not known of them."""
     # An owner that lives goes on meanwhile, so a dry run counts for this moment.
     again, left_out = sum(m.again for m in plan.moves), sum(m.left_out for m in plan.moves)
     gone = sum(m.gone for m in plan.moves)
     verb, other, drop = "would come", "would be left out", "would be dropped"
-    if args.execute:
+    if is_done:
         verb, other, drop = "come", "are left out", "are dropped"
     # As after a failover that lost the rows: effects may be there, or may have gone with them.
     blank = [m for m in plan.moves if m.old_offset is None and (m.log is None or m.log.start < m.log.end)]
@@ -365,24 +387,7 @@ def show(plan: Plan, args: argparse.Namespace, more: Sequence[str] = ()) -> None
     if plan.letters:
         places = ", ".join(letter.place for letter in plan.letters[:_NAMED]) + (", ..." * (len(plan.letters) > _NAMED))
         notes.append(f"dead letters whose messages {verb} again, and {drop} for that: {len(plan.letters)} ({places})")
-    output.show(
-        args,
-        {
-            "executed": args.execute,
-            "group_id": plan.group_id,
-            "topic": plan.topic,
-            "to": str(plan.target),
-            "topic_id": plan.topic_id,
-            "cluster_id": plan.cluster_id,
-            "partitions": partitions,
-            "dead_letters": [letter.id for letter in plan.letters],
-        },
-        _HEADER,
-        cells,
-        title=[f"group {plan.group_id}, topic {plan.topic}, to {plan.target}", *more],
-        give=(_HEADER.index("NOTE"),),
-        notes=[*notes, output.ending(args)],
-    )
+    return notes
 
 
 def _letters(connection: Connection, schema: str, plan: Plan) -> list[DeadLetter]:

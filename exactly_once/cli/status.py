@@ -200,7 +200,10 @@ def run(args: argparse.Namespace) -> int:
         for trouble in troubles:
             print(output.printable(trouble))  # one line each, however wide: it goes into a mail or a log
         if not troubles and report.unreachable is None:
-            print("ok: " + ("; ".join(map(str, report.groups)) or _count(len(report.queries), "Spark query")))
+            print(
+                "ok: "
+                + (output.printable("; ".join(map(str, report.groups))) or _count(len(report.queries), "Spark query"))
+            )
     # Behind what the database has: the exit code is that of a look that is not complete.
     if report.unreachable is not None:
         raise report.unreachable
@@ -305,6 +308,9 @@ def _troubles(report: Report, args: argparse.Namespace) -> list[str]:
                 found.append(f"{place}: {line.complaint}")
             if (line.lag or 0) > max_lag:
                 found.append(f"{place}: lag {line.lag} is above {max_lag}")
+            elif line.stored.next_offset is None and line.log and line.log.end - line.log.start > max_lag:
+                unread = line.log.end - line.log.start
+                found.append(f"{place}: no worker has started it, and its log holds {unread} offsets, above {max_lag}")
         if group.dead_letters > max_dead_letters:
             dead = _count(group.dead_letters, "dead letter")
             found.append(f"group {group.group_id}: {dead}, above {max_dead_letters}")

@@ -256,14 +256,8 @@ class StartOffsets:
         if not committed or self._ledger.known([topic])[0]:
             return False
         if not mirrored and self._start is not None:
-            # A group of which a consumer of another kind still is a member: it would go on applying.
-            others = self._cluster.foreign_members(self._group_id) if self._start == "committed" else []
-            if others:
-                raise errors.OffsetsNotAdopted(
-                    f'start="committed" adopts group {self._group_id!r} for topic {topic!r}, but members that are none '
-                    f"of this library's are still in it: {', '.join(others)}. Stop every one of them first; Kafka "
-                    "counts one that was killed for its session.timeout.ms more. Ours are known by their client.id"
-                )
+            if self._start == "committed":
+                self._refuse_foreign_members(topic)
             return self._start == "committed"
         if mirrored:
             origins = {found.origin.ledger_id for found in committed.values() if found.origin is not None}
@@ -275,6 +269,15 @@ class StartOffsets:
                 f"took effect here, then: {self._command('reset', topic, '--to-earliest')} (or --to-latest, --to-time)"
             )
         raise self._not_adopted(topic, len(committed))
+
+    def _refuse_foreign_members(self, topic: str) -> None:
+        """Refuse a group of which a consumer of another kind still is a member: it would go on applying."""
+        if others := self._cluster.foreign_members(self._group_id):
+            raise errors.OffsetsNotAdopted(
+                f'start="committed" adopts group {self._group_id!r} for topic {topic!r}, but members that are none '
+                f"of this library's are still in it: {', '.join(others)}. Stop every one of them first; Kafka "
+                "counts one that was killed for its session.timeout.ms more. Ours are known by their client.id"
+            )
 
     def _not_adopted(self, topic: str, partitions: int) -> errors.OffsetsNotAdopted:
         return errors.OffsetsNotAdopted(
@@ -319,14 +322,18 @@ class StartOffsets:
             chosen = {p: (offset, None) for p, offset in self._cluster.ends(partitions).items()}
         elif self._start == "committed":
             found: dict[Partition, tuple[int, int | None]] = {}
-            for topic in {p.topic for p in partitions}:
+            told: set[str] = set()  # the topics of which Kafka holds any offset
+            for topic in sorted({p.topic for p in partitions}):
                 held = self._cluster.committed(self._group_id, topic, self.topics[topic].partitions)
                 found |= {p: (c.offset, c.leader_epoch) for p, c in held.items() if not c.is_mirrored}
+                told |= {p.topic for p in held}
+                if any(p.topic == topic for p in found):  # also where an earlier start was refused for another reason
+                    self._refuse_foreign_members(topic)
             for partition in partitions:
                 low, high = ranges[partition]
                 if partition not in found and low < high:
                     others = ""
-                    if not any(p.topic == partition.topic for p in found):  # else what they have would come again
+                    if partition.topic not in told:  # else what they have would come again
                         others = (
                             " It holds none of the whole topic: leave start= out to read it from its start, or give "
                             '"earliest", "latest" or a datetime with a time zone.'

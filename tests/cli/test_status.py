@@ -163,6 +163,11 @@ def test_a_partition_that_no_worker_has_met_is_shown_and_no_lag_of_its_group_cou
     found = [(p["partition"], p["next_offset"], p["log_end"], p["lag"]) for p in operate("status", "--json").partitions]
     assert found == [(0, 10, 10, 0), (1, 10, 10, 0), (2, None, 0, None)]
     assert operate("status", "--check").out == f"ok: group {name}: 3 partitions, lag 0 without 1 partition\n"
+    produce(bootstrap_servers, consumed, 6, 3, start=20)
+    assert operate("status", "--check", "--max-lag", 2).code == 0
+    result = operate("status", "--check", "--max-lag", 1)
+    unread = f"group {name}, {consumed}[2]: no worker has started it, and its log holds 2 offsets, above 1"
+    assert (result.code, unread in result.out) == (1, True), result.out
 
 
 def test_a_row_that_was_deleted_is_a_problem(

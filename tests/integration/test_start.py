@@ -186,6 +186,12 @@ def test_offsets_that_were_not_adopted_stay_so_without_start(
             consume()
     assert offsets() == [None, None, None]
     commit_to_kafka(bootstrap_servers, name, topic, {1: 1})
+    old = Consumer({"bootstrap.servers": bootstrap_servers, "group.id": name, "client.id": "old"})
+    old.subscribe([topic])
+    until(lambda: old.poll(0.2) is not None or old.assignment(), 60, "the old member")
+    with pytest.raises(OffsetsNotAdopted, match="members that are none of this library's"):
+        consume(start="committed")
+    old.close()
     assert consume(start="committed") == 25
     assert consume() == 0
 
