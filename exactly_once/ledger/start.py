@@ -84,7 +84,13 @@ class StartOffsets:
         :raises OffsetsNotAdopted: when Kafka holds offsets for a topic that the ledger does not know, and
             ``start`` was not given, or they are our own.
         """
-        wanted = set(partitions) - self._ledger.existing(partitions)
+        existing = self._ledger.existing(partitions)
+        if self._start == "committed" and existing:
+            # Of rows that an earlier start has made, and that was refused for another reason.
+            stored_offsets = self._ledger.offsets({p.topic for p in existing})
+            for topic in sorted({p.topic for p in existing if stored_offsets.get(p, (0, False))[0] is None}):
+                self._refuse_foreign_members(topic)
+        wanted = set(partitions) - existing
         if not wanted:
             return {}
         topics = {p.topic for p in wanted}
@@ -327,8 +333,6 @@ class StartOffsets:
                 held = self._cluster.committed(self._group_id, topic, self.topics[topic].partitions)
                 found |= {p: (c.offset, c.leader_epoch) for p, c in held.items() if not c.is_mirrored}
                 told |= {p.topic for p in held}
-                if any(p.topic == topic for p in found):  # also where an earlier start was refused for another reason
-                    self._refuse_foreign_members(topic)
             for partition in partitions:
                 low, high = ranges[partition]
                 if partition not in found and low < high:

@@ -186,12 +186,25 @@ def test_offsets_that_were_not_adopted_stay_so_without_start(
             consume()
     assert offsets() == [None, None, None]
     commit_to_kafka(bootstrap_servers, name, topic, {1: 1})
-    old = Consumer({"bootstrap.servers": bootstrap_servers, "group.id": name, "client.id": "old"})
+    settings = {"group.id": name, "client.id": "old", "enable.auto.commit": False}
+    old = Consumer({"bootstrap.servers": bootstrap_servers, **settings})
     old.subscribe([topic])
     until(lambda: old.poll(0.2) is not None or old.assignment(), 60, "the old member")
-    with pytest.raises(OffsetsNotAdopted, match="members that are none of this library's"):
-        consume(start="committed")
-    old.close()
+    ended = threading.Event()
+
+    def work() -> None:  # on, as rebalances wait for it
+        while not ended.is_set():
+            old.poll(0.1)
+        old.close()
+
+    working = threading.Thread(target=work)
+    working.start()
+    try:
+        with pytest.raises(OffsetsNotAdopted, match="members that are none of this library's"):
+            consume(start="committed")
+    finally:
+        ended.set()
+        working.join()
     assert consume(start="committed") == 25
     assert consume() == 0
 

@@ -230,8 +230,8 @@ OPERATING = (
         (
             "adopted-beside",
             "offsets are adopted although an old member still applies: doubles",
-            "                if any(p.topic == topic for p in found):",
-            "                if False:",
+            '        if self._start == "committed" and existing:\n',
+            "        if False:\n",
         ),
     ),
     *each(
