@@ -14,7 +14,7 @@ from . import options, output
 from .plan import changed
 from .problems import CommandError
 from .servers import Stored, open_cluster, open_database, stored_rows
-from .status import beside_logs, deleted, lost_rows
+from .status import beside_logs, lost_rows
 
 # What the Kafka source of Spark takes for the start of a log.
 EARLIEST = -2
@@ -66,14 +66,13 @@ def run(args: argparse.Namespace) -> int:
                 "before somebody has looked. Decide which offset is right, then: "
                 f"{reset_command(group_id, session.schema, halted.place)}"
             )
-        for row in lost_rows(session, rows):
-            if args.topic is None or row.topic in args.topic:
-                raise CommandError(f"{row.place} of group {group_id!r}: {deleted(row, session.schema)}")
         cluster = open_cluster(settings) if settings.bootstrap_servers else None
-        # At offsets that the log does not have the new side would stop, or start elsewhere.
-        for line in beside_logs(rows, cluster, settings.schema) if cluster is not None else ():
-            if line.problem is not None:
-                raise CommandError(f"{line.stored.place} of group {group_id!r}: {line.problem}")
+        if cluster is not None:
+            lost = [row for row in lost_rows(session, rows) if args.topic is None or row.topic in args.topic]
+            # At offsets that the log does not have the new side would stop, or start elsewhere.
+            for line in beside_logs(rows, cluster, settings.schema, lost=lost):
+                if line.problem is not None:
+                    raise CommandError(f"{line.stored.place} of group {group_id!r}: {line.problem}")
         owned = [row for row in rows if row.owned and row.owner_kind != args.to]
         if owned and args.execute:
             keys = {
