@@ -649,12 +649,12 @@ def test_a_failure_that_nobody_has_looked_at_is_raised(bootstrap_servers: str, s
 
 
 def test_a_fatal_error_of_the_client_hides_no_outcome(bootstrap_servers: str, small: str) -> None:
-    """The client raises it amid its reports, so that Python calls it a SystemError."""
+    """The client raises it amid its reports, so that Python calls it a SystemError, which may have lost its cause."""
     # Both go with the flush, in one batch, however long it takes to get there.
     settings = {"bootstrap.servers": bootstrap_servers, "enable.gapless.guarantee": True, "linger.ms": 60_000}
     made = DedupProducer(settings, dedup=WindowFilter(keys=10))
     deliveries = [made.produce(small, payload, dedup_key=n) for n, payload in enumerate((REFUSED, b"x"))]
-    with pytest.raises(ClientFailed, match=r"make a new producer .*FATAL"):
+    with pytest.raises(ClientFailed, match="make a new producer"):
         made.flush()
     with pytest.raises(Undelivered, match="2 messages failed"):
         made.flush()
