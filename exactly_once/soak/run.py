@@ -52,7 +52,7 @@ _END_SECONDS = 90.0  # for a worker that is asked to end: more than any wait of 
 _TURN_SECONDS = 0.05  # what is due happens about then
 _LOOK_SECONDS = 0.5  # the observer's snapshots come once a second
 _LOG_SECONDS = 10.0
-_MOST_WAITING = 1_500  # messages that a group may be behind before sources pause: some seconds of its work
+_MOST_WAITING = 20_000  # messages that a group may be behind before sources pause: some seconds of its work
 _MOST_ARMED = 4  # faults that wait for a COMMIT at a time: with more, no COMMIT would get through for a while
 _MOST_ENDED = 10  # workers that may end by themselves before there is no point in going on
 # How a worker ends that was asked to; the last one before it had anything to do.

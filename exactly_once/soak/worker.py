@@ -85,7 +85,7 @@ def draw(number: int, bootstrap_servers: str, conninfo: str, chance: random.Rand
     group = list(GROUPS)[number // PLACES]
     is_sink = group == "sink"
     options = {
-        "max_messages": chance.choice((1, 20, 200, 200)),
+        "max_messages": chance.choice((1, 20, 200, 2_000, 2_000)),
         "linger_seconds": chance.choice((0.0, 0.0, 0.05)),
     }
     if not is_sink:
