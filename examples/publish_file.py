@@ -39,7 +39,7 @@ def name_of(path: Path) -> str:
     """
     with path.open("rb") as file:
         status, first = os.fstat(file.fileno()), file.readline()
-    place = f"{path.resolve()}:{status.st_ino}:".encode()
+    place = f"{path}:{status.st_ino}:".encode()
     return f"{path.name}-{blake2b(place + first, digest_size=16).hexdigest()}"
 
 
@@ -88,6 +88,7 @@ def publish(path: Path, topic: str, *, name: str | None, is_new: bool) -> None:
 
     :raises SystemExit: when the topic does not hold all of them at the end.
     """
+    path = path.resolve()  # by whatever link it is reached, it is this file, with what is noted beside it
     name, end = name or name_of(path), -1
     whole = whole_lines(path, name)
     with DedupProducer(

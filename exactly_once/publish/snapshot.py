@@ -92,7 +92,7 @@ def unpack(kind: str, data: bytes) -> dict[str, Any]:
     :raises SnapshotCorrupted: when it is cut short, altered, of another kind or no snapshot at all.
     """
     if data.startswith(_NAME) and b"\n" in data[: len(_MAGIC) + 2] and not data.startswith(_MAGIC):
-        raise SnapshotCorrupted("the snapshot is one of another version of this library; remove it to begin anew")
+        raise SnapshotCorrupted("the snapshot is one of another version of this library")
     if not data.startswith(_MAGIC):
         raise SnapshotCorrupted("this is no snapshot of this library, or one cut short at its very start")
     digest, body = data[len(_MAGIC) :][:_DIGEST_BYTES], data[len(_MAGIC) + _DIGEST_BYTES :]

@@ -179,9 +179,11 @@ CHECKERS = {
 
 @pytest.mark.parametrize("checker", CHECKERS)
 def test_code_of_users_is_typed(checker: str, tmp_path: Path) -> None:
-    """As their own checkers see it, at their strictest: the README's programs, and a use of the whole surface."""
-    for number, block in enumerate(README):
-        (tmp_path / f"readme_{number}.py").write_text(block)
+    """As their own checkers see it, at their strictest: the programs of all pages, and a use of the whole surface."""
+    programs = [each.values[0] for each in blocks("python") if is_program(each) and "exactly_once" in each.values[0]]
+    assert README[0] in programs
+    for number, program in enumerate(programs):
+        (tmp_path / f"program_{number}.py").write_text(program)
     shutil.copy(ROOT / "tests/typing/public_api.py", tmp_path)
     # What a test ignores on purpose counts as an error if it is none; and a package in a checkout is not installed.
     settings = {"typeCheckingMode": "strict", "reportUnnecessaryTypeIgnoreComment": True, "extraPaths": [str(ROOT)]}

@@ -123,6 +123,17 @@ def test_files_of_one_name_are_two_files(bootstrap_servers: str, tmp_path: Path)
     assert found == {b"header": 4, b"first": 2, b"second": 2}
 
 
+def test_a_file_is_the_same_by_a_link_of_another_name(bootstrap_servers: str, tmp_path: Path) -> None:
+    (tmp_path / "links").mkdir()
+    file, link = tmp_path / "data.csv", tmp_path / "links" / "today.csv"
+    make_file(file, 3, random.Random(1))
+    link.symlink_to(file)
+    topic = create_topic(bootstrap_servers, PARTITIONS)
+    for path in (link, file, link):
+        run(bootstrap_servers, DIES_AT_A_LINE, "0", "0", str(EXAMPLE), str(path), topic, status=0)
+    assert len(scan(bootstrap_servers, topic)) == 3
+
+
 def test_another_file_under_a_name_is_refused(bootstrap_servers: str, tmp_path: Path) -> None:
     """As where it was cut off, or written anew, with the same first line; in place, or with lines as long."""
     topic = create_topic(bootstrap_servers, 1)

@@ -182,7 +182,7 @@ def test_a_snapshot_that_was_cut_short_is_refused(make: Make, topic: str, tmp_pa
     data = store.load()
     assert data is not None
     store.save(data[:-3])
-    with pytest.raises(SnapshotCorrupted):
+    with pytest.raises(SnapshotCorrupted, match=rf"{tmp_path}/snapshot.*{topic}.*cut short.*Remove it to begin anew"):
         make(snapshots=lambda _: store).last_sequence_id(topic)
 
 
