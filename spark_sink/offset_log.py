@@ -110,11 +110,17 @@ class OffsetLog:
         return None if text is None else parse_offsets(text, self.location)
 
     def fingerprint(self, batch_id: int) -> str | None:
-        """Return a digest of the ends of a batch, by which a replay is told from another batch of the same number."""
+        """Return a digest of a batch, by which a replay is told from another batch of the same number.
+
+        Kafka's offsets say what a batch holds. Those of another source may be no more than a number, as of files; Spark
+        writes the entry of a batch once, and with it when that was.
+        """
         text = self._read(f"offsets/{batch_id}")
         if text is None:
             return None
-        return hashlib.sha256("\n".join(_sources(text, self.location).values()).encode()).hexdigest()
+        ends = _sources(text, self.location).values()
+        told = "\n".join(ends).encode() if all(map(_kafka_offsets, ends)) else text
+        return hashlib.sha256(told).hexdigest()
 
     def mark(self, group_id: str) -> Mark:
         """Return what the group has written from this checkpoint."""

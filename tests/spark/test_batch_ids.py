@@ -12,6 +12,7 @@ import pytest
 
 from spark_sink import PostgresSink
 from tests.spark.scene import Scene, Sink
+from tests.spark.source import write_stream
 from tests.support.spark import read_topic, run_out
 
 if TYPE_CHECKING:
@@ -95,6 +96,42 @@ def test_another_query_and_an_older_checkpoint_are_refused(scene: Scene, counts:
     newest.rename(scene.checkpoint)
     counting.run("update", "upsert")
     assert counting.read() == scene.ends()
+
+
+@pytest.mark.fault("F9", more=True)
+@pytest.mark.parametrize("way", ["foreachBatch", "data source"])
+def test_an_older_checkpoint_with_other_files_is_refused(
+    scene: Scene, name: str, db: psycopg.Connection[Any], tmp_path: Path, way: str
+) -> None:
+    """The offsets of files are numbers, equal for other files."""
+    db.execute(f"CREATE TABLE {name} (value bigint)")
+    arrived = tmp_path / "files"
+    arrived.mkdir()
+
+    def run(value: int) -> None:
+        (arrived / f"{value}.csv").write_text(f"{value}\n")
+        frame = scene.spark.readStream.schema("value long").csv(str(arrived))
+        if way == "data source":
+            write_stream(scene, frame, table=name, ledger="batch-id")
+        else:
+            sink = scene.sink(table=name, ledger="batch-id")
+            run_out(frame.writeStream.foreachBatch(sink).option("checkpointLocation", str(scene.checkpoint)))
+
+    run(0)
+    shutil.copytree(scene.checkpoint, tmp_path / "older")
+    run(1)
+    scene.checkpoint.rename(tmp_path / "newest")
+    (tmp_path / "older").rename(scene.checkpoint)
+    (arrived / "1.csv").rename(tmp_path / "1.csv")
+    with pytest.raises(Exception, match=r"QueryChanged.*older copy"):
+        run(2)
+    shutil.rmtree(scene.checkpoint)
+    (tmp_path / "newest").rename(scene.checkpoint)
+    scene.forget_last_commit()
+    run(3)  # and what it has written comes again, and is left out
+    run(4)
+    assert sorted(db.execute(f"SELECT value FROM {name}").fetchall()) == [(0,), (1,), (2,), (3,), (4,)]
+    db.execute(f"DROP TABLE {name}")
 
 
 def test_a_first_batch_behind_a_known_checkpoint_is_refused(scene: Scene, counts: str) -> None:

@@ -226,6 +226,14 @@ def test_sources_with_names_are_read_as_those_with_numbers_are() -> None:
         assert OffsetLog("/c", files.get).ranges(number) == numbered.ranges(number)
 
 
+def test_batches_of_files_are_told_apart_by_the_time() -> None:
+    """Their offsets are numbers: another copy of the checkpoint has the same for other files."""
+    files = {"offsets/0": batch({"logOffset": 0})}
+    later = {"offsets/0": files["offsets/0"].replace(b'"batchWatermarkMs": 0', b'"batchWatermarkMs": 9')}
+    one, again, two = (OffsetLog("/c", each.get).fingerprint(0) for each in (files, files, later))
+    assert one == again != two
+
+
 def test_fingerprints_are_of_offsets_and_not_of_the_time() -> None:
     later = FILES | {"offsets/0": FILES["offsets/0"].replace(b'"batchWatermarkMs": 0', b'"batchWatermarkMs": 9')}
     other = FILES | {"offsets/0": batch({"orders": {"0": 11, "1": 20}})}
