@@ -233,19 +233,21 @@ class SequenceLog:
         data = None if self.store is None else self.store.load()
         if data is None:
             return Walk(), None, not self.is_fenced
-        begin_anew = "to begin anew: then what the topic holds now decides, and what it does not hold is published again"
+        begin_anew = (
+            "to begin anew: then what the topic holds now decides, and what it does not hold is published again"
+        )
         try:
             content = unpack(_KIND, data)
         except SnapshotCorrupted as error:
             where = f"{self.store!r}, of producer {self.producer!r} for {self.topic!r}"
-            raise SnapshotCorrupted(f"{where}: {error}. Remove it {begin_anew}") from error
+            raise SnapshotCorrupted(f"{where}: {error}. Remove it {anew}") from error
         for what, now in self._identity.items():
             found = content.get(what)
             if found != now and found is not None and now is not None:  # old brokers give topics no ids
                 raise SnapshotCorrupted(
                     f"{self.store!r} is a snapshot of {what} {found!r}, not of {now!r}. Give each producer and topic "
                     f"a store of its own. If {self.topic!r} was deleted and made anew, or moved, remove the snapshot "
-                    + begin_anew
+                    + anew
                 )
         walk = Walk(content["persisted"], dict(content["above"]))
         # The fence ends only what was sent in transactions.

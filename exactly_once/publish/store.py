@@ -25,7 +25,13 @@ Rows = Sequence[tuple[Any, ...]]
 _FENCED = "EO003"
 _OLD_MAP = "EO005"
 # A server that takes no writes is a standby, or a primary that was one before: another connection may lead elsewhere.
-_AWAY = (psycopg.OperationalError, psycopg.errors.ReadOnlySqlTransaction)
+# Two of the server's time-outs end the session, and psycopg takes them for internal errors.
+_AWAY = (
+    psycopg.OperationalError,
+    psycopg.errors.ReadOnlySqlTransaction,
+    psycopg.errors.TransactionTimeout,
+    psycopg.errors.IdleInTransactionSessionTimeout,
+)
 # What may be different on the next connection; at the start nobody would close this one.
 _REFUSALS = (psycopg.errors.ReadOnlySqlTransaction, psycopg.errors.InsufficientPrivilege)
 

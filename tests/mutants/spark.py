@@ -516,7 +516,7 @@ SPARK = (
     ),
     *each(
         "spark_sink/offset_log.py",
-        ("tests/spark/test_ranges.py::test_batches_of_files_are_told_apart_by_the_time",),
+        (f"{RANGES}::test_batches_of_files_are_told_apart_by_the_time",),
         (
             "files-alike",
             "other files under a number that was counted pass for a replay: loses",

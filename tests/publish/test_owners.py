@@ -11,6 +11,7 @@ from uuid import uuid4
 import psycopg
 import pytest
 from confluent_kafka import Producer
+from psycopg.conninfo import make_conninfo
 
 from exactly_once import ConfigurationError, UnknownTopic
 from exactly_once.kafka.admin import Cluster, Topic
@@ -159,6 +160,18 @@ def test_a_database_that_takes_no_writes_is_away(conninfo: str, name: str) -> No
     store = Store(connect=lambda: psycopg.connect(conninfo, options="-c default_transaction_read_only=on"))
     with pytest.raises(FilterUnavailable, match="read-only"):
         store.run("publish_scope", name=name)
+    store.close()
+
+
+@pytest.mark.parametrize("setting", ["lock_timeout", "statement_timeout", "transaction_timeout"])
+def test_each_time_out_of_the_server_is_told_as_its_absence(
+    conninfo: str, db: psycopg.Connection[Any], setting: str
+) -> None:
+    store = Store(make_conninfo(conninfo, options=f"-c {setting}=100"))
+    with db.transaction():
+        db.execute("LOCK TABLE exactly_once.publish_scope")
+        with pytest.raises(FilterUnavailable, match="timeout"):
+            store.run("publish_scope", name="any")
     store.close()
 
 
