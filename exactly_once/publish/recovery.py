@@ -233,7 +233,7 @@ class SequenceLog:
         data = None if self.store is None else self.store.load()
         if data is None:
             return Walk(), None, not self.is_fenced
-        begin_anew = (
+        anew = (
             "to begin anew: then what the topic holds now decides, and what it does not hold is published again"
         )
         try:
