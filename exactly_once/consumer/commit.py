@@ -127,6 +127,8 @@ class CommitProtocol:
         # When the next unit makes sense, on the monotonic clock: servers that refuse are not asked in a hurry.
         self.not_before = 0.0
         self.limit = max_messages
+        # How many units of one message in a row took too long, so that another owner took over meanwhile.
+        self._outlasted = 0
         self.counters = Counters()
         # Seconds that the last committed unit took, and of these the COMMIT, where it was ours.
         self.timing: tuple[float, float | None] = (0.0, None)
@@ -328,6 +330,7 @@ class CommitProtocol:
                 self.log_unused()
         self.committed_at = time.monotonic()
         self.timing = self.committed_at - self._began_at, commit_seconds
+        self._outlasted = 0
         late = self.timing[0] > unit.work.max_unit_seconds
         self.limit = max(1, unit.given // 2) if late else min(self._max_messages, self.limit * 2)
 
@@ -351,10 +354,19 @@ class CommitProtocol:
 
     def _give_back(self, unit: Unit) -> None:
         self._pending = None  # first: an interruption may not give it back twice
-        self.counters.redelivered += 1
         with self.ownership.changing():
             self.ownership.aborted(unit.advances)
-            self.buffer.requeue(unit.sent.again())
+            self._requeue(unit)
+
+    def _requeue(self, unit: Unit) -> None:
+        """Have its messages come again: fewer at a time where they took so long that others may take over meanwhile."""
+        self.counters.redelivered += 1
+        if self._is_late(unit):
+            self.limit = max(1, unit.given // 2)
+        self.buffer.requeue(unit.sent.again())
+
+    def _is_late(self, unit: Unit) -> bool:
+        return time.monotonic() - self._began_at > unit.work.max_unit_seconds
 
     def _after_unknown(self, unit: Unit, error: BaseException) -> None:
         """Try once to learn the outcome of a COMMIT that was not confirmed."""
@@ -391,13 +403,12 @@ class CommitProtocol:
                 counters.resolved_committed += is_ours
                 self._committed(unit)
             else:
-                counters.redelivered += 1
                 if resolution is Resolution.FENCED:
                     counters.fenced += 1
                     counters.resolved_fenced += is_ours
                 else:
                     counters.resolved_aborted += is_ours
-                self.buffer.requeue(unit.sent.again())
+                self._requeue(unit)
             self.buffer.discard()
             self._pending = None  # with the positions: one of them alone would give the messages back twice
         # A failover that cuts off a COMMIT may have lost earlier ones too.
@@ -438,8 +449,7 @@ class CommitProtocol:
         self._pending = None
         with self.ownership.changing():
             conflicts = self.ownership.classify(unit.advances, rows)
-            self.counters.redelivered += 1
-            self.buffer.requeue(unit.sent.again())
+            self._requeue(unit)
         stored = {row.partition: row for row in rows}
         # The worst first: where several partitions are wrong, one error names one of them.
         worst = (Conflict.MISSING, Conflict.RECREATED, Conflict.REWOUND, Conflict.FENCED, Conflict.AHEAD)
@@ -469,6 +479,16 @@ class CommitProtocol:
             raise errors.AlreadyApplied(told) from error
         owner = row.owner_name or row.owner_instance if row.owner_token else "nobody, it was reset or released"
         told = f"{place} is owned by {owner} now (owner epoch {row.owner_epoch})"
+        if self._is_late(unit):
+            told += (
+                f", as it took longer than max_unit_seconds={unit.work.max_unit_seconds:g}: the next one has half of its "
+                "messages at most. Work that takes its time needs run(handler, in_thread=True), or a larger "
+                "max.poll.interval.ms"
+            )
+            self._outlasted += unit.given == 1
+            if self._outlasted == TRIES:
+                unit.fault = Fault.OTHER
+                raise errors.UnitTooSlow(_told(unit, f"{told}. {TRIES} single messages in a row did")) from error
         raise errors.Fenced(_told(unit, told)) from error
 
     def _halt(self, unit: Unit, decision: Decision, cause: BaseException | None) -> NoReturn:

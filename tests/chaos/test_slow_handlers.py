@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import signal
 import time
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import psycopg
 import pytest
 
-from exactly_once import Fenced, PoisonMessage, Unit
+from exactly_once import ExactlyOnceConsumer, Fenced, PoisonMessage, Unit, UnitTooSlow
+from exactly_once.consumer.commit import Counters
+from exactly_once.ledger.outcome import TRIES
 from tests.chaos.conftest import MakeCrew
 from tests.conftest import PROTOCOLS, MakeConsumer
 from tests.support.topics import create_topic, produce
@@ -75,6 +78,62 @@ def test_loop_whose_handler_outlasts_the_poll_interval_is_fenced_and_works_on(
         drain(slow, "slow", counts=False)
     assert "_MAX_POLL_EXCEEDED" in caplog.text
     crew.assert_exact(counts=False)
+
+
+@pytest.mark.fault("A7", more=True)
+def test_two_members_whose_units_outlast_the_poll_interval_take_smaller_ones(
+    topic: str, make_consumer: MakeConsumer
+) -> None:
+    """Else each would begin what the other had not finished, and be fenced, for ever."""
+    members: list[ExactlyOnceConsumer] = []
+
+    def work(name: str) -> Counters:
+        def handler(unit: Unit) -> None:
+            time.sleep(0.9 * len(unit.messages))
+            record(unit, name)
+
+        with make_consumer(IMPATIENT, max_messages=MESSAGES // 4) as consumer:
+            members.append(consumer)
+            consumer.subscribe([topic])
+            consumer.run(handler)
+            return consumer.counters
+
+    with ThreadPoolExecutor(2) as threads:
+        working = [threads.submit(work, f"member {number}") for number in range(2)]
+        try:
+            until(lambda: sum(m.counters.messages for m in members) >= MESSAGES, 120, "all messages")
+        finally:
+            for member in members:
+                member.stop()
+        counters = [each.result(60) for each in working]
+    assert sum(each.messages for each in counters) == MESSAGES
+    assert sum(each.fenced for each in counters) > 0, "or nothing was shown"
+
+
+def test_single_messages_that_are_taken_over_again_and_again_stop_the_service(
+    bootstrap_servers: str, conninfo: str, make_consumer: MakeConsumer, db: psycopg.Connection[Any]
+) -> None:
+    ensure_journal(conninfo)
+    topic = create_topic(bootstrap_servers, 1)
+    produce(bootstrap_servers, topic, 1, 1)
+    attempts = 0
+
+    def handler(unit: Unit) -> None:
+        nonlocal attempts
+        attempts += 1
+        time.sleep(0.02)
+        db.execute(
+            "UPDATE exactly_once.ledger SET owner_token = gen_random_uuid(), owner_epoch = owner_epoch + 1 "
+            "WHERE topic = %s",
+            (topic,),
+        )
+        record(unit, "test")
+
+    with make_consumer(max_unit_seconds=0.01) as consumer:
+        consumer.subscribe([topic])
+        with pytest.raises(UnitTooSlow, match="in_thread=True"):
+            consumer.run(handler)
+    assert attempts == TRIES
 
 
 @pytest.mark.fault("A2", "A13")
