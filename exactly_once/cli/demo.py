@@ -83,7 +83,9 @@ def run(args: argparse.Namespace) -> int:
                     "Next: the README does it with your own consumer; docs/guarantees.md has what is promised."
                 )
             if args.keep:
-                command = shutil.which("exactly-once") or str(Path(sys.executable).with_name("exactly-once"))
+                command = shlex.quote(
+                    shutil.which("exactly-once") or str(Path(sys.executable).with_name("exactly-once"))
+                )
                 display.line("\nThe servers stay until Ctrl-C. In another terminal:")
                 display.line(f"  export EXACTLY_ONCE_BOOTSTRAP_SERVERS={servers.bootstrap_servers}")
                 display.line(f"  export EXACTLY_ONCE_CONNINFO={shlex.quote(servers.conninfo)}")

@@ -481,7 +481,7 @@ class CommitProtocol:
         told = f"{place} is owned by {owner} now (owner epoch {row.owner_epoch})"
         if self._is_late(unit):
             told += (
-                f", as it took longer than max_unit_seconds={unit.work.max_unit_seconds:g}: the next one has half of its "
+                f", as it took longer than max_unit_seconds={unit.work.max_unit_seconds:g}: the next has half of its "
                 "messages at most. Work that takes its time needs run(handler, in_thread=True), or a larger "
                 "max.poll.interval.ms"
             )

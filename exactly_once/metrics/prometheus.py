@@ -6,6 +6,8 @@ consumer = ExactlyOnceConsumer(..., metrics=metrics)
 
 from __future__ import annotations
 
+import logging
+import os
 from collections.abc import Iterable
 from typing import Any
 
@@ -17,7 +19,11 @@ try:
 except ImportError as error:
     raise ImportError(f"{error}\nInstall it: pip install 'kafka-exactly-once[prometheus]'") from error
 
+from exactly_once._log import about
+
 from .table import METRICS, Metric, Read
+
+logger = logging.getLogger(__name__)
 
 
 class PrometheusMetrics(Collector):
@@ -29,6 +35,14 @@ class PrometheusMetrics(Collector):
     """
 
     def __init__(self, registry: CollectorRegistry = REGISTRY) -> None:
+        if os.environ.get("PROMETHEUS_MULTIPROC_DIR"):
+            # Its collector merges files that only counters and histograms write.
+            logger.warning(
+                "PROMETHEUS_MULTIPROC_DIR is set: a registry of several processes serves the counters of this one, and "
+                "none of its gauges, such as exactly_once_bad_partitions; serve them by Endpoints, at a port for each "
+                "process",
+                extra=about("gauges_unserved"),
+            )
         self._registry = registry
         # Of counters and histograms; gauges are made anew whenever they are read.
         self._parents: dict[Metric, Counter | Histogram] = {}

@@ -236,9 +236,15 @@ class Publisher:
         nothing can arrive any more, which only Kafka transactions make sure; else it stays unknown. So it does if the
         log may have held it: retention or compaction has removed messages, or the topic was made anew.
 
-        :raises ConfigurationError: when messages do not carry their keys.
+        :raises ConfigurationError: when messages do not carry their keys, or ``positions`` are none.
         :raises TailHidden: when another producer's open transaction hides the end for too long.
         """
+        given: object = {} if positions is None else positions
+        numbers = [n for pair in given.items() for n in pair] if isinstance(given, Mapping) else [None]
+        if not all(type(n) is int and n >= 0 for n in numbers):
+            raise ConfigurationError(
+                f"positions={given!r} must be offsets by partition of {topic!r}, such as {{0: 1200, 1: 800}}"
+            )
         of_topic = self._ready(topic)
         of_topic.filter.resolve((), is_sure=False)  # before anything is read: whether it can at all
         self.hurry()
@@ -556,7 +562,7 @@ class Publisher:
                     )
                 made.check_topic(name)
                 made.topic = name
-                if made.reserved_seconds <= self.send_seconds:
+                if made.reserved_seconds <= self.send_seconds and made.reserved_seconds < math.inf:
                     said = (
                         "%r: a key stays reserved for %g s, and its message may wait for %g s: another process may "
                         "send it as well. Give a longer lease_seconds=, or a shorter message.timeout.ms"

@@ -233,9 +233,7 @@ class SequenceLog:
         data = None if self.store is None else self.store.load()
         if data is None:
             return Walk(), None, not self.is_fenced
-        anew = (
-            "to begin anew: then what the topic holds now decides, and what it does not hold is published again"
-        )
+        anew = "to begin anew: then what the topic holds now decides, and what it does not hold is published again"
         try:
             content = unpack(_KIND, data)
         except SnapshotCorrupted as error:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -86,9 +87,11 @@ def test_two_members_whose_units_outlast_the_poll_interval_take_smaller_ones(
 ) -> None:
     """Else each would begin what the other had not finished, and be fenced, for ever."""
     members: list[ExactlyOnceConsumer] = []
+    has_begun = threading.Event()
 
     def work(name: str) -> Counters:
         def handler(unit: Unit) -> None:
+            has_begun.set()
             time.sleep(0.9 * len(unit.messages))
             record(unit, name)
 
@@ -99,8 +102,10 @@ def test_two_members_whose_units_outlast_the_poll_interval_take_smaller_ones(
             return consumer.counters
 
     with ThreadPoolExecutor(2) as threads:
-        working = [threads.submit(work, f"member {number}") for number in range(2)]
+        working = [threads.submit(work, "first")]
         try:
+            assert has_begun.wait(60)
+            working.append(threads.submit(work, "second"))
             until(lambda: sum(m.counters.messages for m in members) >= MESSAGES, 120, "all messages")
         finally:
             for member in members:

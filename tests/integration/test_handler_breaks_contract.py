@@ -432,7 +432,8 @@ def test_a_block_of_one_unit_that_ends_in_a_later_one_undoes_nothing_of_that(sce
     scene.assert_exact()
 
 
-def test_a_block_that_is_opened_between_units_ends_nothing(scene: Scene) -> None:
+@pytest.mark.parametrize("is_over", [False, True], ids=["open", "rolled back"])
+def test_a_block_that_is_opened_between_units_ends_nothing(scene: Scene, *, is_over: bool) -> None:
     consumer = scene.consumer()
     units = consumer.units(until_end=True)
     with next(units) as unit:
@@ -440,6 +441,8 @@ def test_a_block_that_is_opened_between_units_ends_nothing(scene: Scene) -> None
         connection = unit.connection
     block = connection.transaction()
     block.__enter__()
+    if is_over:
+        connection.execute("ROLLBACK")
     with next(units) as unit:
         record(unit, "test")
         block.__exit__(None, None, None)
