@@ -92,3 +92,11 @@ except ImportError as error:
 def test_without_the_package_the_library_works_and_the_adapter_says_what_to_install() -> None:
     done = subprocess.run([sys.executable, "-c", _WITHOUT], capture_output=True, text=True, check=True, timeout=60)
     assert "pip install 'kafka-exactly-once[prometheus]'" in done.stdout
+
+
+def test_gauges_that_several_processes_do_not_serve_are_told(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("PROMETHEUS_MULTIPROC_DIR", "anywhere")
+    PrometheusMetrics(CollectorRegistry())
+    assert [getattr(record, "action", None) for record in caplog.records] == ["gauges_unserved"]

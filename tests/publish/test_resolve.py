@@ -100,3 +100,21 @@ def test_messages_without_their_keys_cannot_be_looked_for(bootstrap_servers: str
         pytest.raises(ConfigurationError, match="writes_key=True"),
     ):
         producer.resolve(topic)
+
+
+@pytest.mark.parametrize("given", [[0], {0: "a"}, {0: 1.5}, {"0": 0}, {"orders": {0: 0}}, {-1: 0}])
+def test_what_is_no_position_is_refused(given: Any) -> None:
+    with (
+        DedupProducer({"bootstrap.servers": "127.0.0.1:1"}, dedup=WindowFilter(keys=10, writes_key=True)) as producer,
+        pytest.raises(ConfigurationError, match="positions="),
+    ):
+        producer.resolve("orders", positions=given)
+
+
+def test_a_filter_in_memory_is_not_told_to_lease_for_longer(
+    bootstrap_servers: str, topic: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    kafka = {"bootstrap.servers": bootstrap_servers, "message.timeout.ms": 0}
+    with DedupProducer(kafka, dedup=WindowFilter(keys=10)) as producer:
+        producer.produce(topic, b"x", dedup_key=1).result(60)
+    assert "lease_short" not in [getattr(record, "action", None) for record in caplog.records]
