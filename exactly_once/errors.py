@@ -187,7 +187,7 @@ class HandlerCommitted(HandlerError):
 
 
 class UnitTooSlow(HandlerError):
-    """A unit of one message was ended by a server time-out for its duration."""
+    """A unit of one message was ended by a server time-out, or several were fenced, for their duration."""
 
 
 class PoisonMessage(HandlerError):

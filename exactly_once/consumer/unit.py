@@ -134,6 +134,7 @@ class Unit:
 
     def _note_use(self) -> None:
         """Keep the order of statements also for a framework that has the connection from elsewhere."""
+        self._check_process("used")
         self.is_connection_used = True
         self.work.is_shared |= get_ident() != self.thread
         if self.stage is Stage.OPEN and self.work.can_flush:
@@ -145,19 +146,21 @@ class Unit:
         self.stage = Stage.FAILED  # unless it gets further
         self._process, self.thread = os.getpid(), get_ident()
 
-    def _check_process(self) -> None:
-        """Keep a child of ours, which has the same connection, from ending the transaction."""
+    def _check_process(self, done: str) -> None:
+        """Keep a child of ours, which has the same connection, from using it, and from ending the transaction."""
         if os.getpid() != self._process:
             raise WrongThreadOrProcess(
-                f"{self!r} was entered by process {self._process} and left by its child {os.getpid()}: what a handler "
-                "forks must end with os._exit() there; better use subprocess, or multiprocessing with spawn"
+                f"{self!r} was entered by process {self._process} and {done} by its child {os.getpid()}: it has the "
+                "same connection, so answers would get mixed up. Have children compute only, and the handler write "
+                "what they return. What a handler forks must end with os._exit() there; better use subprocess, or "
+                "multiprocessing with spawn"
             )
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         if error is None:
-            self._check_process()
+            self._check_process("left")
         elif os.getpid() != self._process:
             return  # a child of the handler ends by an error of its own, sys.exit() perhaps
         self.stage = Stage.FAILED if error is not None else Stage.FINISHING
@@ -192,7 +195,7 @@ class Unit:
         self.stage = Stage.OPEN
         try:
             yield self
-            self._check_process()
+            self._check_process("left")
             self.stage = Stage.FINISHING
             failpoint("handled")
             self._commits.leave(self)
@@ -223,6 +226,7 @@ class Unit:
     def _check_open(self) -> None:
         if self.stage is not Stage.OPEN:
             raise UnitNotFinished(f"this unit is not open: {self!r}; use it inside `with unit:`")
+        self._check_process("used")
         self.is_touched = True
 
     def execute(self, query: Statement, params: Params | None = None) -> psycopg.Cursor[Any]:

@@ -16,7 +16,7 @@ logger = logging.getLogger(__name__)
 # The shares of transactions; one that is left open hides what is behind it until the next producer ends it.
 _ABORTED = 0.15
 _LEFT_OPEN = 0.03
-_LARGEST = 4_000  # messages in a transaction: more than the largest unit, and often fewer than a small one
+_LARGEST = 4_000  # messages in a transaction: twice the largest unit, so that each kind of unit meets its edges
 _SINGLES = (1, 1, 1, 2, 15)  # messages of a round without a transaction
 _PAUSE_SECONDS = 0.4  # the longest pause between two rounds
 _SECONDS = 30.0  # for one answer of the brokers; longer than one takes to come back

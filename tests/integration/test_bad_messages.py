@@ -9,6 +9,7 @@ import sys
 import warnings
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from concurrent.futures import Future
+from functools import partial
 from typing import Any
 
 import psycopg
@@ -16,7 +17,7 @@ import pytest
 from confluent_kafka import Message, Producer
 from psycopg.types.json import Jsonb
 
-from exactly_once import ConfigurationError, HandlerCommitted, PoisonMessage, Unit
+from exactly_once import ConfigurationError, HandlerCommitted, PoisonMessage, Unit, WrongThreadOrProcess
 from exactly_once.ledger.dead_letters import DeadLetter, find
 from tests.integration.conftest import MakeScene
 from tests.integration.scene import Scene, text
@@ -355,6 +356,30 @@ def test_handler_may_fork_what_ends_by_itself(scene: Scene) -> None:
         os.waitpid(child, 0)
 
     run(scene, handler)
+    scene.assert_exact()
+
+
+def test_a_unit_is_refused_to_what_the_handler_forks(scene: Scene) -> None:
+    """Both would write to one socket: answers get mixed up, and some hang."""
+    consumer = scene.consumer()
+    with next(iter(consumer)) as unit:
+        uses: list[Callable[[], object]] = [
+            lambda: unit.execute("SELECT 1"),
+            lambda: unit.defer("SELECT 1"),
+            lambda: unit.connection,
+            partial(unit.connection.execute, "SELECT 1"),
+        ]
+        for use in uses:
+            if (child := fork()) == 0:
+                try:
+                    use()
+                except WrongThreadOrProcess:
+                    os._exit(7)
+                finally:  # whatever it was
+                    os._exit(8)
+            assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+        record(unit, "test")
+    scene.drain(consumer)
     scene.assert_exact()
 
 
