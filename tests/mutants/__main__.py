@@ -26,6 +26,8 @@ ROOT = Path(__file__).resolve().parents[2]
 COPIED = ("exactly_once", "spark_sink", "tests", "examples", "pyproject.toml")
 _PYTEST = ("-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-p", "tests.mutants.quick", "--no-header")
 _NOTHING_FAILED, _TESTS_FAILED = 0, 1
+_HANGS_SECONDS = 240
+"""What takes longer than the tests of any mutant hangs: as it may hold the interpreter's lock, pytest cannot tell."""
 _DOZEN_SECONDS = 200
 """No more mutant is begun after that: on a busy machine a dozen would take longer than it is worth in CI."""
 
@@ -65,7 +67,12 @@ def run(directory: Path, mutant: Mutant | None, tests: Sequence[str]) -> tuple[i
     try:
         environment = {**os.environ, "PYTHONPATH": str(directory), "PYTHONDONTWRITEBYTECODE": "1"}
         command = [sys.executable, *_PYTEST, *tests]
-        done = subprocess.run(command, cwd=directory, env=environment, capture_output=True, text=True, check=False)
+        limit = None if mutant is None else _HANGS_SECONDS
+        done = subprocess.run(
+            command, cwd=directory, env=environment, capture_output=True, text=True, check=False, timeout=limit
+        )
+    except subprocess.TimeoutExpired:
+        return _TESTS_FAILED, "a time-out"
     finally:
         if mutant is not None:
             file.write_text(whole, "utf-8")
