@@ -331,8 +331,7 @@ class CommitProtocol:
         self.committed_at = time.monotonic()
         self.timing = self.committed_at - self._began_at, commit_seconds
         self._outlasted = 0
-        late = self.timing[0] > unit.work.max_unit_seconds
-        self.limit = max(1, unit.given // 2) if late else min(self._max_messages, self.limit * 2)
+        self.limit = max(1, unit.given // 2) if self._is_late(unit) else min(self._max_messages, self.limit * 2)
 
     def log_unused(self) -> None:
         """Log, once, that no unit was used so far, if that is so."""

@@ -255,12 +255,16 @@ def _as_json(positions: Positions) -> str:
     """
     given: object = positions
     of_topics = given.values() if isinstance(given, Mapping) else [None]
-    if not all(isinstance(of_topic, Mapping) and all(map(_is_position, of_topic.items())) for of_topic in of_topics):
+    if not all(
+        isinstance(of_topic, Mapping) and all(each[0] == TOPIC_ID or is_position(each) for each in of_topic.items())
+        for of_topic in of_topics
+    ):
         raise ConfigurationError(
             f"positions={given!r} must be what end_positions() returns: {{topic: {{partition: offset}}}}"
         )
     return json.dumps(positions)
 
 
-def _is_position(given: tuple[object, object]) -> bool:
-    return given[0] == TOPIC_ID or all(type(number) is int and number >= 0 for number in given)
+def is_position(given: tuple[object, object]) -> bool:
+    """Tell whether these are a partition and an offset of it."""
+    return all(type(number) is int and number >= 0 for number in given)

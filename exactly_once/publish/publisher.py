@@ -31,7 +31,7 @@ from .filter import Filter, NoFilter, Resolved
 from .headers import Headers, headers_of, kept, key_of, sequence_of, with_key, with_sequence
 from .keys import GivenKey, checked_all
 from .options import PublishOptions, client_settings, named_alike
-from .owners import PublishOwner
+from .owners import PublishOwner, is_position
 from .recovery import SequenceLog
 from .sequence import SequenceFilter
 from .snapshot import SnapshotFile
@@ -240,8 +240,7 @@ class Publisher:
         :raises TailHidden: when another producer's open transaction hides the end for too long.
         """
         given: object = {} if positions is None else positions
-        numbers = [n for pair in given.items() for n in pair] if isinstance(given, Mapping) else [None]
-        if not all(type(n) is int and n >= 0 for n in numbers):
+        if not (isinstance(given, Mapping) and all(map(is_position, given.items()))):
             raise ConfigurationError(
                 f"positions={given!r} must be offsets by partition of {topic!r}, such as {{0: 1200, 1: 800}}"
             )
