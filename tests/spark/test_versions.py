@@ -20,9 +20,6 @@ from exactly_once.embedded.jars import Progress, cache_directory, locked
 from tests.support.require import VARIABLE, required_parts
 from tests.support.spark import Driver
 
-if "spark-versions" not in required_parts():
-    pytest.skip(f"other versions of Spark are fetched if {VARIABLE} names spark-versions", allow_module_level=True)
-
 VERSIONS = [version for version in ("3.5.3", "4.0.0") if version != metadata.version("pyspark")]
 """The oldest that is promised, and the first with Arrow on the driver and with data sources in Python."""
 
@@ -59,6 +56,16 @@ def fetch(version: str, home: Path) -> None:
         complete.rename(home)
 
 
+def test_what_runs_on_spark_3_needs_no_data_source() -> None:
+    modules = {f"tests.spark.{test.partition('.py')[0]}" for test in SHORT}
+    hidden = "import sys; sys.modules['pyspark.sql.datasource'] = None; "
+    subprocess.run([sys.executable, "-c", f"{hidden}import {', '.join(sorted(modules))}"], check=True, timeout=60)
+
+
+@pytest.mark.skipif(
+    "spark-versions" not in required_parts(),
+    reason=f"other versions of Spark are fetched if {VARIABLE} names spark-versions",
+)
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("version", VERSIONS)
 def test_the_short_suite_passes(
