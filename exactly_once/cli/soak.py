@@ -8,7 +8,7 @@ import sys
 
 from exactly_once import embedded
 from exactly_once.demo.display import Display
-from exactly_once.soak.run import Soak
+from exactly_once.soak.run import SETTINGS, Soak
 from exactly_once.soak.verdict import KINDS
 
 from .options import number
@@ -21,8 +21,8 @@ _FROM_MINUTES, _TO_MINUTES = 0.1, 525_600.0
 _DESCRIPTION = """\
 Start a Kafka and a Postgres of its own. Groups of each rebalance protocol and the sink command apply the same
 messages, published by transactions of which some are aborted, while workers are killed and frozen, join and
-leave, connections are cut at COMMIT, and both servers crash. Snapshots are compared with the topics
-meanwhile, and everything at the end.
+leave, connections are cut at COMMIT, both servers crash, and a standby that lacks commits takes the place of
+Postgres. Snapshots are compared with the topics meanwhile, and everything at the end.
 
 exit codes:
   0    every message took effect once in every group, offsets agreed with effects, and nothing stood still
@@ -50,7 +50,7 @@ def run(args: argparse.Namespace) -> int:
         Display(sys.stderr if args.json else sys.stdout) as display,
     ):
         display.log(f"starting Kafka and Postgres; --seed {seed} draws the same faults")
-        with embedded.start(brokers=args.brokers) as servers, naming_a_full_disk():
+        with embedded.start(brokers=args.brokers, settings=SETTINGS) as servers, naming_a_full_disk():
             seconds = args.minutes * 60
             soak = Soak(servers, seed=seed, seconds=seconds, brokers=args.brokers, display=display)
             verdict = soak.run()

@@ -217,6 +217,25 @@ class Postgres:
         while self._paused:
             os.kill(self._paused.pop(), signal.SIGCONT)
 
+    def start_standby(self) -> Postgres:
+        """Return a standby of this server, which runs and follows it asynchronously.
+
+        It is a server of its own, with the same settings and accounts, on a base backup in a temporary directory.
+        It takes queries, and writes after ``SELECT pg_promote()``; `close` ends it. Raises `StartError` if the
+        backup fails.
+        """
+        standby = Postgres(settings=self._settings)
+        try:
+            place, data = standby._place(), standby.data_directory
+            programs.hand_over(place)
+            # ``-R`` has it follow this server. What is lost when the machine crashes now can be copied again.
+            options = ("-d", self.conninfo, "-D", data, "-R", "--checkpoint=fast", "--no-sync")
+            programs.run([self.binary("pg_basebackup"), *options], place)
+            return standby.start()
+        except BaseException:
+            standby.close()
+            raise
+
     def close(self) -> None:
         """End the server and delete the temporary directory; may be called again."""
         self.stop("fast" if self._given_directory is not None else "immediate")

@@ -7,7 +7,7 @@ import logging
 import threading
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -25,6 +25,8 @@ logger = logging.getLogger(__name__)
 Place = tuple[str, int]
 
 _LEDGER = "SELECT group_id, topic, partition, coalesce(next_offset, 0), owner_epoch, halted FROM exactly_once.ledger"
+# Of the primary: another one after a failover, which may have lost what was committed last.
+_TIMELINE = "SELECT left(pg_walfile_name(pg_current_wal_lsn()), 8)"
 _EFFECTS = """
     SELECT e.topic, e.partition, e."offset"
     FROM unnest(%s::text[], %s::int[], %s::bigint[]) AS s(topic, partition, compared),
@@ -102,6 +104,7 @@ class Row(NamedTuple):
     next_offset: int
     epoch: int
     halted: str | None = None
+    timeline: str | None = None  # of the server that has it; None before the first snapshot
 
 
 @dataclass(slots=True)
@@ -118,7 +121,8 @@ def judge(view: View, row: Row, effects: Sequence[int], known: Sequence[int], up
 
     ``known`` has the offsets of the messages that count, complete below ``upto``.
     """
-    if row.next_offset < view.row.next_offset or row.epoch < view.row.epoch:
+    is_same = row.timeline == view.row.timeline
+    if is_same and (row.next_offset < view.row.next_offset or row.epoch < view.row.epoch):
         yield "non_monotonic", f"{view.row} became {row}"
     times = Counter(effects)
     for offset in sorted(times):
@@ -140,7 +144,7 @@ def judge(view: View, row: Row, effects: Sequence[int], known: Sequence[int], up
 class Observer(threading.Thread):
     """Looks once a second; while the database is away it waits."""
 
-    def __init__(self, conninfo: str, groups: Sequence[str], tail: Tail) -> None:
+    def __init__(self, conninfo: Callable[[], str], groups: Sequence[str], tail: Tail) -> None:
         super().__init__(name="observer", daemon=True)
         self._conninfo = conninfo
         self._groups = groups
@@ -153,7 +157,7 @@ class Observer(threading.Thread):
 
     def run(self) -> None:
         while not self._stopping.wait(_PAUSE_SECONDS):
-            with contextlib.suppress(psycopg.OperationalError), psycopg.connect(self._conninfo) as connection:
+            with contextlib.suppress(psycopg.OperationalError), psycopg.connect(self._conninfo()) as connection:
                 # The ledger and the effects of one moment: between two snapshots a unit may commit.
                 connection.isolation_level = psycopg.IsolationLevel.REPEATABLE_READ
                 connection.read_only = True
@@ -168,23 +172,28 @@ class Observer(threading.Thread):
         places = self._tail.places
         effects: dict[tuple[str, Place], list[int]] = {}
         with connection.transaction():
-            ledger = connection.execute(_LEDGER).fetchall()
+            timeline = str(connection.execute(_TIMELINE).fetchall()[0][0])
+            found = connection.execute(_LEDGER).fetchall()
+            ledger = {(group, (topic, partition)): columns for group, topic, partition, *columns in found}
             for group in self._groups:
                 compared = [self.views[group, place].compared for place in places]
                 parameters = ([topic for topic, _ in places], [number for _, number in places], compared)
                 rows = connection.execute(sql.SQL(_EFFECTS).format(table=table(group)), parameters)
                 for topic, partition, offset in rows:
                     effects.setdefault((group, (topic, partition)), []).append(offset)
-        for group, topic, partition, *columns in ledger:
-            place, row = (topic, partition), Row(*columns)
-            view, seen = self.views[group, place], effects.get((group, place), [])
+        for (group, place), view in self.views.items():
+            # Without a row there was no owner yet, or a failover has lost it.
+            next_offset, epoch, halted = ledger.get((group, place), (0, 0, None))
+            row = Row(next_offset, epoch, halted, timeline)
+            seen = effects.get((group, place), [])
             # First how far it is complete, then what is there: the tail goes on meanwhile.
             upto = self._tail.upto(place)
             known = self._tail.between(place, view.compared, max(upto, row.next_offset))
-            where = f"group {group}, {topic} [{partition}]"
+            where = f"group {group}, {place[0]} [{place[1]}]"
             if row.halted:
                 self.anomalies.add(Anomaly("halted", where, row.halted))
             self.anomalies |= {Anomaly(kind, where, what) for kind, what in judge(view, row, seen, known, upto)}
-            view.compared = max(view.compared, min(upto, row.next_offset))
+            reached = min(upto, row.next_offset)
+            view.compared = max(view.compared, reached) if row.timeline == view.row.timeline else reached
             view.row = row
         self.snapshots += 1

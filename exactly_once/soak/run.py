@@ -17,7 +17,8 @@ from exactly_once.demo.crew import Crew, Worker
 from exactly_once.demo.display import Display
 from exactly_once.demo.journal import log_ends
 from exactly_once.demo.payments import create_topic
-from exactly_once.embedded import Servers
+from exactly_once.embedded import Postgres, Servers
+from exactly_once.embedded.errors import StartError
 from exactly_once.embedded.proxy import Fault, PostgresProxy
 from exactly_once.ledger.migrate import migrate
 
@@ -41,8 +42,12 @@ DECK = {
     "backend terminated": 2,
     "all connections cut": 1,
     "immediate restart of Postgres": 1,
+    "failover": 1,
+    "failover that loses commits": 1,
     "broker killed": 1,
 }
+# Of Postgres: what it keeps for a standby, which is away for some seconds when the primary has crashed.
+SETTINGS = {"wal_keep_size": "256MB"}
 # After so long without progress of a partition that has messages, nothing new goes wrong until it moves again.
 CALM_SECONDS = 30.0
 # After so long, with 90 seconds of calm, it is wedged. Only time in which both servers are up counts.
@@ -59,11 +64,13 @@ _MOST_ENDED = 10  # workers that may end by themselves before there is no point 
 _STOPPED = {0, 128 + signal.SIGTERM, -signal.SIGTERM}
 # Less than a session, more than one, more than a unit may take, and more than `max.poll.interval.ms`.
 _FREEZE_SECONDS = (0.5, 3.0, 9.0, 20.0)
+_BEHIND_SECONDS = 3.0  # a standby that is promoted lacks what was committed in so many seconds at most
 _ARMED_PASSES = 20  # so many times at most a failpoint is passed before the fault that waits there
 _TERMINATE = """
     SELECT pg_terminate_backend(pid) FROM pg_stat_activity
     WHERE application_name LIKE 'exactly\\_once:%' ORDER BY random() LIMIT 1
 """
+_FOLLOW_NOBODY = ("ALTER SYSTEM SET primary_conninfo = ''", "SELECT pg_reload_conf()")
 _LEDGER = "SELECT * FROM exactly_once.ledger WHERE group_id = %s ORDER BY topic, partition"
 _BACKENDS = """
     SELECT pid, application_name, state, wait_event, xact_start, query FROM pg_stat_activity
@@ -106,10 +113,11 @@ class Soak:
         self._chance = self._nemesis.chance
         self._orders: dict[int, Order] = {}  # by place, of the worker that was started there last
         self._crew = Crew(self._orders, "exactly_once.soak.worker")
-        # These three are made by `run`, which has the servers' addresses.
+        # These four are made by `run`, which has the servers' addresses.
         self._tail: Tail
         self._observer: Observer
         self._proxy: PostgresProxy
+        self._standby: Postgres
         self._sources: list[Source] = []
         # What the verdict counts.
         self._faults: Counter[str] = Counter()
@@ -170,7 +178,13 @@ class Soak:
                 for topic in TOPICS:
                     of_topic = log_ends(self._servers.bootstrap_servers, topic, _END_SECONDS)
                     ends |= {(topic, number): end for number, end in of_topic.items()}
-                while not all(self._tail.upto(place) >= end for place, end in ends.items()) or self._waiting():
+                # What the observer saw before a failover may be lost: it looks once more, wholly after the last one.
+                seen = self._observer.snapshots + 2
+                while (
+                    self._observer.snapshots < seen
+                    or not all(self._tail.upto(place) >= end for place, end in ends.items())
+                    or self._waiting()
+                ):
                     self._turn()
                 for worker in list(self._crew.workers.values()):
                     self._dismiss(worker)
@@ -182,6 +196,8 @@ class Soak:
             finally:
                 self._observer.stop()
                 self._tail.stop()
+                self._outages.shutdown()  # one of them may be making a standby
+                self._standby.close()
         self._display.log("checking it against the topics, read anew from their beginnings")
         servers = self._servers
         messages, found = verdict.check(
@@ -203,7 +219,8 @@ class Soak:
         for topic, count in TOPICS.items():
             create_topic(servers.bootstrap_servers, topic, count, self._brokers)
         self._tail = Tail(servers.bootstrap_servers, TOPICS)
-        self._observer = Observer(servers.conninfo, list(GROUPS), self._tail)
+        self._standby = servers.postgres.start_standby()
+        self._observer = Observer(lambda: servers.conninfo, list(GROUPS), self._tail)
         self._moved = dict.fromkeys(self._observer.views, (0, 0.0))
         self._sources = [
             Source(servers.bootstrap_servers, topic, count, seed=self._seed, is_transactional=not number)
@@ -369,20 +386,38 @@ class Soak:
         if kind == "all connections cut":
             proxy.cut_all()
             return True
-        if kind not in ("immediate restart of Postgres", "broker killed") or self._outage is not None:
-            return False
         node, seconds = self._chance.randint(1, self._brokers), self._chance.uniform(0, 4)
-
-        def outage() -> None:
-            if kind == "immediate restart of Postgres":
-                servers.postgres.restart("immediate")
-                return
-            servers.kafka.kill(node)
-            time.sleep(seconds)
-            servers.kafka.restart(node)
-
-        self._outage = self._outages.submit(outage)
+        outages: dict[str, Callable[[], None]] = {
+            "immediate restart of Postgres": lambda: servers.postgres.restart("immediate"),
+            "failover": lambda: self._fail_over(0.0),
+            "failover that loses commits": lambda: self._fail_over(seconds / 4 * _BEHIND_SECONDS),
+            "broker killed": lambda: self._kill_broker(node, seconds),
+        }
+        if kind not in outages or self._outage is not None:
+            return False
+        self._outage = self._outages.submit(outages[kind])
         return True
+
+    def _kill_broker(self, node: int, seconds: float) -> None:
+        self._servers.kafka.kill(node)
+        time.sleep(seconds)
+        self._servers.kafka.restart(node)
+
+    def _fail_over(self, behind_seconds: float) -> None:
+        """Crash the primary and promote the standby, which may lack what was committed last; another one follows it."""
+        old, new = self._servers.postgres, self._standby
+        with psycopg.connect(new.conninfo, autocommit=True) as connection:
+            if behind_seconds:
+                for statement in _FOLLOW_NOBODY:
+                    connection.execute(statement)
+                time.sleep(behind_seconds)
+            old.stop("immediate")
+            if connection.execute("SELECT pg_promote()").fetchone() != (True,):
+                raise StartError("the standby was not promoted within 60 s, the limit of pg_promote()")
+        self._servers.postgres = new
+        self._proxy.upstream = ("127.0.0.1", new.port)
+        old.close()
+        self._standby = new.start_standby()
 
     def _count(self, kind: str) -> None:
         self._faults[kind] += 1

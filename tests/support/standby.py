@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import shutil
-import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import psycopg
@@ -64,15 +61,7 @@ def primary_and_standby() -> Iterator[Pair]:
     with embedded.Postgres(settings={"fsync": "off"}) as primary:
         with psycopg.connect(primary.conninfo, autocommit=True) as connection:
             migrate(connection)
-        # Beside the primary's own directory, which its account can reach.
-        directory = Path(f"{primary.data_directory.parent}-standby")
-        standby = embedded.Postgres(directory=directory, settings={"fsync": "off"})
-        backup = [primary.binary("pg_basebackup"), "-d", primary.conninfo, "-D", standby.data_directory, "-R"]
-        subprocess.run([*map(str, backup), "--checkpoint=fast", "--no-sync"], check=True)
-        try:
-            with standby:
-                pair = Pair(primary, standby)
-                until(pair.is_streaming, 30, "replication")
-                yield pair
-        finally:
-            shutil.rmtree(directory, ignore_errors=True)
+        with primary.start_standby() as standby:
+            pair = Pair(primary, standby)
+            until(pair.is_streaming, 30, "replication")
+            yield pair

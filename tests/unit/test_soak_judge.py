@@ -43,6 +43,14 @@ def test_an_offset_or_an_epoch_that_goes_back_is_named(was: Row) -> None:
     assert kinds([3], stands_at=4, was=was) == ["non_monotonic"]
 
 
+def test_a_failover_may_take_an_offset_back_and_its_effects_with_it() -> None:
+    was = Row(7, 2, timeline="1")
+    view = View(row=was, compared=7)
+    assert list(judge(view, Row(4, 1, timeline="2"), [], [], upto=8)) == []
+    assert [kind for kind, _ in judge(view, Row(4, 1, timeline="2"), [7], [], upto=8)] == ["offset_behind"]
+    assert [kind for kind, _ in judge(view, Row(4, 1, timeline="1"), [], [], upto=8)] == ["non_monotonic"]
+
+
 def test_what_the_tail_does_not_know_yet_is_not_judged() -> None:
     """An effect beyond it may be of a message that it will read next."""
     assert kinds([3, 4, 5, 6], stands_at=7, upto=5) == []
