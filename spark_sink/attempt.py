@@ -104,6 +104,7 @@ class Result:
     rows: int = 0
     dropped: int = 0
     repeated: int = 0
+    ignored: int = 0
     bytes: int = 0
     transactions: int = 0
     copy_seconds: float = 0.0
@@ -239,7 +240,7 @@ class Attempt:
         todo, doubted = [rows], None
         while todo:
             some = todo.pop()
-            kept, stored = some, 0
+            kept, stored, ignored = some, 0, self.writers[number].ignored_rows
             savepoint = self.unit.connection.transaction() if sets_aside else contextlib.nullcontext()
             try:
                 with savepoint:
@@ -274,6 +275,7 @@ class Attempt:
                 # What else than an append counts is rows that were touched, twice where a key comes twice.
                 self.result.rows += stored if self.writers[number].mode == "append" else kept.num_rows
                 self.result.repeated += some.num_rows - kept.num_rows
+                self.result.ignored += self.writers[number].ignored_rows - ignored
                 self.result.bytes += kept.nbytes
         self.result.copy_seconds += time.monotonic() - began_at
 

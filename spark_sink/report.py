@@ -26,6 +26,9 @@ class BatchReport:
     """Rows below the ledger that reached the sink again; a batch that was written whole is not read at all."""
     repeated: int = 0
     """Rows that were left out because their event was claimed before."""
+    ignored: int = 0
+    """Rows among ``rows`` that the table had already, as ``mode="insert-ignore"`` leaves them. Not counted by the data
+    source."""
     dead_letters: int = 0
     """Rows that could not be stored and were set aside."""
     bytes: int = 0
@@ -41,9 +44,10 @@ class BatchReport:
         if self.is_replay:
             return f"batch {self.batch_id} of {self.group_id!r} had been written before"
         repeated = f"{self.repeated} claimed before, " if self.repeated else ""
+        ignored = f"{self.ignored} of them there already, " if self.ignored else ""
         aside = f"{self.dead_letters} set aside as dead letters, " if self.dead_letters else ""
         return (
-            f"batch {self.batch_id} of {self.group_id!r}: {self.rows} rows, {self.dropped} dropped, {repeated}{aside}"
+            f"batch {self.batch_id} of {self.group_id!r}: {self.rows} rows, {ignored}{self.dropped} dropped, {repeated}{aside}"
             f"{self.bytes} bytes, {self.transactions} transactions, copy {self.copy_seconds:.3f} s, "
             f"commit {self.commit_seconds:.3f} s, all {self.batch_seconds:.3f} s"
         )

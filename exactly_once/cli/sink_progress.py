@@ -191,7 +191,7 @@ class LeftOut:
         """Write a record for each table of which there is something new to say."""
         for table, sink in self._sinks:
             unused, unfilled = dict(sink.unused_fields), frozenset(sink.unfilled_columns)
-            left_out = sink.filtered_messages + sink.repeated_rows + sink.missed_deletes
+            left_out = sink.filtered_messages + sink.repeated_rows + sink.missed_deletes + sink.ignored_rows
             state = sum(unused.values()) + left_out, unfilled
             if (sink.rows == 0 and not left_out) or state == self._told.get(sink, (0, frozenset())):
                 continue
@@ -205,6 +205,8 @@ class LeftOut:
                 said.append(f"rows of events that came before, left out by claim: {sink.repeated_rows:,}")
             if sink.missed_deletes:
                 said.append(f"deletes that took no row away: {sink.missed_deletes:,}")
+            if sink.ignored_rows:
+                said.append(f"rows that the table had already, or had newer: {sink.ignored_rows:,}")
             if unused:
                 most = sorted(unused.items(), key=lambda pair: (-pair[1], pair[0]))
                 said.append(f"fields without a column: {_some([f'{name} ({count:,})' for name, count in most])}")
@@ -222,8 +224,10 @@ class LeftOut:
                 if (column := alike(name, unfilled)) is not None
             ]
             if said:
-                # Rows that are inserted and deleted within one unit are no fault, as those of an outbox.
-                level = logging.INFO if len(said) == 1 and sink.missed_deletes else logging.WARNING
+                # Rows that are inserted and deleted within one unit are no fault, as those of an outbox; and the mode
+                # asks for rows to be ignored.
+                chosen = bool(sink.missed_deletes) + bool(sink.ignored_rows)
+                level = logging.INFO if len(said) == chosen else logging.WARNING
                 logger.log(level, "table %s: %s", table, "; ".join(said), extra=extra)
 
 

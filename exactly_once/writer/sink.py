@@ -97,6 +97,11 @@ class TableSink:
         """How many deletes found no row so far; counted as ``rows`` is."""
         return self.writer.missed_deletes
 
+    @property
+    def ignored_rows(self) -> int:
+        """How many rows the table had already, or had newer, so far; counted as ``rows`` is."""
+        return self.writer.ignored_rows
+
     def __call__(self, unit: Unit) -> None:
         """Write the messages of a unit in its transaction."""
         self.write(unit.connection, unit.messages, claim=unit.claim_many)

@@ -52,8 +52,9 @@ class Upsert:
             replaces_all=says_all
             and not (keeps_missing or inserted_only or changing or conflict.newest_by or plan.table.notices_deletes),
         )
-        # How many deletes took no row away, and how many rows a trigger of the table has kept out.
-        self.missed = self.kept_out = 0
+        # How many deletes took no row away, how many rows a trigger of the table has kept out, and how many the table
+        # had already, or had newer.
+        self.missed = self.kept_out = self.ignored = 0
 
     def apply(
         self,
@@ -108,6 +109,8 @@ class Upsert:
                 )
                 if counts_each(plan, self._conflict):
                     self.kept_out += len(given) - changed
+                else:
+                    self.ignored += len(given) - changed
                 written += changed
         return written
 

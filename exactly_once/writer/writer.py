@@ -107,6 +107,8 @@ class TableWriter:
         self._stages = False
         # How many deletes found no row so far, those of units that were rolled back included.
         self.missed_deletes = 0
+        # How many rows were ignored so far because the table had one of their key, or a newer one; counted likewise.
+        self.ignored_rows = 0
         # Whether it was told that the table keeps rows out.
         self._has_told = False
         self._conflict = Conflict(mode=mode)
@@ -183,6 +185,7 @@ class TableWriter:
                 upsert = Upsert(plan, self._conflict, missing=self.missing, merges=merges, small_batch=small_batch)
                 written = upsert.apply(connection, list(rows), exact=exact, origins=origins)
                 self.missed_deletes += upsert.missed
+                self.ignored_rows += upsert.ignored
                 return self._counted(written, of=written + upsert.kept_out)
             if set(plan.names) <= set(exact) and self.missing in (None, "null") and not plan.may_leave_out:
                 prepared = Prepared(rows, is_binary=True)
@@ -195,8 +198,11 @@ class TableWriter:
                 else:
                     written += merge(connection, part, some, self._conflict, small_batch=small_batch)
         # A decoder's rows are made while they are written, each of a message.
-        given = prepared.rows if isinstance(prepared.rows, Collection) else origins or ()
-        return self._counted(written, of=len(given)) if self.mode == "append" else written
+        given = len(prepared.rows if isinstance(prepared.rows, Collection) else origins or ())
+        if self.mode == "append":
+            return self._counted(written, of=given)
+        self.ignored_rows += given - written
+        return written
 
     def write_encoded(
         self,

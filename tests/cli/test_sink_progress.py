@@ -152,6 +152,18 @@ def test_deletes_that_found_no_row_are_reported(caplog: pytest.LogCaptureFixture
     assert [r.getMessage() for r in caplog.records] == ["table payment: deletes that took no row away: 1,234"]
 
 
+def test_rows_that_the_mode_ignores_are_reported(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    sink = TableSink("payment", decoder=RawDecoder(), mode="insert-ignore")
+    left_out = LeftOut([("payment", sink)])
+    sink.writer.ignored_rows = 12
+    left_out.tell()
+    left_out.tell()
+    (record,) = caplog.records
+    assert record.getMessage() == "table payment: rows that the table had already, or had newer: 12"
+    assert record.levelno == logging.INFO
+
+
 def test_a_name_that_differs_in_case_and_underscores_only_is_pointed_at(caplog: pytest.LogCaptureFixture) -> None:
     sink = TableSink("segment", decoder=RawDecoder())
     sink.rows, sink.unfilled_columns = 1, {"messageid", "user_id", "other"}

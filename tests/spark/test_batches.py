@@ -90,6 +90,7 @@ def test_rows_that_an_explode_makes_of_a_message_stay_in_their_order(
     scene.produce(8)
     scene.run(write)
     assert db.execute(f"SELECT * FROM {name} ORDER BY id").fetchall() == [(n, stored) for n in range(8)]
+    assert sum(report.ignored for report in scene.reports) == (8 * 1999 if mode == "insert-ignore" else 0)
     db.execute(f"DROP TABLE {name}")
 
 

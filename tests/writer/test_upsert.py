@@ -144,6 +144,20 @@ def test_keys_and_ages_compare_as_the_index_does_where_their_schema_is_not_on_th
     assert writer.missed_deletes == 0
 
 
+@pytest.mark.parametrize("size", [1, 1000])
+@pytest.mark.parametrize("options", [{"mode": "insert-ignore"}, {"newest_by": "age"}, {"update": []}])
+def test_rows_that_the_table_had_already_or_newer_are_counted(
+    options: dict[str, Any], size: int, work: Connection, make_table: MakeTable
+) -> None:
+    table = make_table("(id int PRIMARY KEY, age int)")
+    writer = TableWriter(table, **{"mode": "upsert", **options})
+    rows = [(number, 5) for number in range(size)]
+    assert writer.write(work, rows) == size
+    assert writer.write(work, [*((number, 4) for number in range(size)), (size, 5)]) == 1
+    assert writer.ignored_rows == size
+    assert work.execute(f"SELECT count(*), min(age) FROM {table}").fetchone() == (size + 1, 5)
+
+
 @pytest.mark.parametrize("size", [1, 2])
 def test_the_hour_that_comes_twice_in_a_time_zone_is_two(size: int, work: Connection) -> None:
     """Python compares the clock of two times of one zone, and not when they are."""
