@@ -190,9 +190,9 @@ class LeftOut:
     def tell(self) -> None:
         """Write a record for each table of which there is something new to say."""
         for table, sink in self._sinks:
-            unused, unfilled = dict(sink.unused_fields), frozenset(sink.unfilled_columns)
+            unused, idle = dict(sink.unused_fields), frozenset(sink.unfilled_columns | sink.unmet_fields)
             left_out = sink.filtered_messages + sink.repeated_rows + sink.missed_deletes + sink.ignored_rows
-            state = sum(unused.values()) + left_out, unfilled
+            state = sum(unused.values()) + left_out, idle
             if (sink.rows == 0 and not left_out) or state == self._told.get(sink, (0, frozenset())):
                 continue
             self._told[sink] = state
@@ -210,18 +210,20 @@ class LeftOut:
             if unused:
                 most = sorted(unused.items(), key=lambda pair: (-pair[1], pair[0]))
                 said.append(f"fields without a column: {_some([f'{name} ({count:,})' for name, count in most])}")
-            if unfilled:
-                said.append(f"columns that no message has filled: {_some(sorted(unfilled))}")
+            if sink.unfilled_columns:
+                said.append(f"columns that no message has filled: {_some(sorted(sink.unfilled_columns))}")
+            if sink.unmet_fields:
+                said.append(f"fields of where or where_not that no message had: {_some(sorted(sink.unmet_fields))}")
             extra = {
                 "action": "left_out",
                 "table": table,
                 "unused_fields": unused,
-                "unfilled_columns": sorted(unfilled),
+                "unfilled_columns": sorted(sink.unfilled_columns),
             }
             said += [
                 f'column {column} is not field {name}: say rename = {{{column} = "{name}", ...}}'
                 for name in unused
-                if (column := alike(name, unfilled)) is not None
+                if (column := alike(name, sink.unfilled_columns)) is not None
             ]
             if said:
                 # Rows that are inserted and deleted within one unit are no fault, as those of an outbox; and the mode

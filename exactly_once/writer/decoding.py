@@ -66,6 +66,8 @@ class Decoded:
     """How many rows were left out, because the key of their event was claimed before."""
     unfilled: Collection[str] = ()
     """The columns that no message filled yet, as far as the decoder knows."""
+    unmet: Collection[str] = ()
+    """The fields by which messages are filtered and which none had yet."""
 
     def __iter__(self) -> Iterator[Row]:
         return self.make()

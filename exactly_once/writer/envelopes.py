@@ -9,7 +9,7 @@ import base64
 import contextlib
 import logging
 import re
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence, Set
 from typing import Any, Literal
 
 import msgspec
@@ -100,6 +100,8 @@ class Format:
 
     left_out = 0
     """How many rows, deletes and truncates did not go on so far."""
+    unmet: Set[str] = frozenset()
+    """The fields that decide what goes on, and that no message had so far."""
 
     def prepare(self, columns: Mapping[str, Column], *, mode: Mode, key: Sequence[str]) -> None:
         """Get ready for a table, whose columns are given by the names of the fields that fill them.

@@ -139,7 +139,8 @@ class FormatDecoder:
         before = self._format.left_out
         found = [self.read(message)[0] for message in messages]
         decoded = self._decoder.decode([each for some in found for each in some])
-        return replace(decoded, filtered=decoded.filtered + self._format.left_out - before)
+        filtered = decoded.filtered + self._format.left_out - before
+        return replace(decoded, filtered=filtered, unmet=frozenset(self._format.unmet))
 
     def read(self, message: Message, *, tells: bool = False) -> tuple[list[Message], dict[Path, str], tuple[str, ...]]:
         """Return what a message says as messages in JSON; with ``tells`` also types and key, as far as it tells them.
@@ -290,6 +291,7 @@ class Shaped(Format):
         self._drop = frozenset(drop)
         self._tests = [(path_of(path), frozenset(values), True) for path, values in (where or {}).items()]
         self._tests += [(path_of(path), frozenset(values), False) for path, values in (where_not or {}).items()]
+        self.unmet = {".".join(path) for path, *_ in self._tests}
         self._flatten = flatten
         # The beginnings of names that fields which are dropped would have.
         self._dropped = [f"{flatten}".join([*path_of(path), ""]) for path in drop]
@@ -312,7 +314,10 @@ class Shaped(Format):
                 yield key, None
                 continue
             row = fields_in(value.removeprefix(BYTE_ORDER_MARK))
-            if any((_text_at(row, path) in values) is not wants for path, values, wants in self._tests):
+            texts = [_text_at(row, path) for path, *_ in self._tests]
+            if self.unmet:
+                self.unmet -= {".".join(t[0]) for t, text in zip(self._tests, texts, strict=True) if text is not None}
+            if any((text in t[1]) is not t[2] for t, text in zip(self._tests, texts, strict=True)):
                 self.left_out += 1
                 continue
             if self._flatten is None:

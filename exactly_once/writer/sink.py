@@ -88,6 +88,8 @@ class TableSink:
         self.repeated_rows = 0
         # The columns that no message has filled so far.
         self.unfilled_columns: set[str] = set()
+        # The fields by which messages are filtered (``where``, ``where_not``) and which none had so far.
+        self.unmet_fields: set[str] = set()
         self._has_met_bad = False
         self._prepared_for: Table | None = None
         self._columns: Sequence[str] = ()
@@ -160,6 +162,7 @@ class TableSink:
         self.filtered_messages += decoded.filtered
         self.repeated_rows += decoded.repeated
         self.unfilled_columns = set(decoded.unfilled)
+        self.unmet_fields = set(decoded.unmet)
         return written
 
     def _add_columns(self, connection: Connection) -> None:

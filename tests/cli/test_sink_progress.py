@@ -126,16 +126,17 @@ def test_what_is_left_out_is_reported_when_it_grows(caplog: pytest.LogCaptureFix
     sink = TableSink("payment", decoder=RawDecoder())
     left_out = LeftOut([("payment", sink)])
     left_out.tell()
-    sink.rows, sink.unfilled_columns = 10, {"total"}
+    sink.rows, sink.unfilled_columns, sink.unmet_fields = 10, {"total"}, {"kindd"}
     sink.unused_fields = Counter({"late": 3999, "screenWidth": 3499, **{f"f{i:02}": 1 for i in range(30)}})
     left_out.tell()
     left_out.tell()
     sink.unused_fields["late"] += 1
-    sink.unfilled_columns = set()
+    sink.unfilled_columns, sink.unmet_fields = set(), set()
     left_out.tell()
     first, second = [r.getMessage() for r in caplog.records]
     assert first.startswith("table payment: fields without a column: late (3,999), screenWidth (3,499), f00 (1), ")
-    assert first.endswith("f17 (1) and 12 more; columns that no message has filled: total")
+    columns = "columns that no message has filled: total; fields of where or where_not that no message had: kindd"
+    assert first.endswith(f"f17 (1) and 12 more; {columns}")
     assert "late (4,000)" in second
     assert "columns" not in second.partition(":")[2].replace("without a column", "")
     assert vars(caplog.records[0])["unused_fields"]["late"] == 3999

@@ -218,6 +218,9 @@ def test_messages_that_are_not_wanted_are_left_out_and_counted(db: Database, nam
     sink = write(db, name, flow, *map(message, sent))
     assert rows(db, name) == [("a",), ("b",)]
     assert sink.filtered_messages == 8
+    assert sink.unmet_fields == set()
+    misspelt = flow | {"where_not": {"tset": True, "meta.n.x": 1}}
+    assert write(db, name, misspelt, *map(message, sent[:2])).unmet_fields == {"tset", "meta.n.x"}
     write(db, name, flow, message(None, key=b"a"))  # a delete has no fields
     assert rows(db, name) == [("b",)]
     with pytest.raises(BadRow, match=r"t\[0\] offset 7: "):
