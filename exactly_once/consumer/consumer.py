@@ -59,6 +59,9 @@ _QUEUED_MESSAGES = 100_000
 CLIENT_SECONDS = 30.0
 # After so many membership checks without an answer, ten seconds each, a client is asked no more.
 _SILENT_CHECKS = 3
+# Of max.poll.interval.ms, how long Kafka may assign nothing: a rebalance waits for one at most, and before that perhaps
+# for the session of a member that died.
+_UNASSIGNED_INTERVALS = 1.5
 # How long closing may take on the way to Postgres, which may stand still: below the 10 seconds of `docker stop`.
 CLOSE_SECONDS = 8.0
 # How long the last offsets may take to be committed to Kafka: nothing depends on it but a dashboard.
@@ -538,7 +541,7 @@ class ExactlyOnceConsumer:
         if (left := self._commits.not_before - time.monotonic()) > 0:
             self._idle(left)
         while not self._stopping.is_set and not self._assignment.failures:
-            if self._must_reopen or self._is_client_silent():
+            if self._must_reopen or self._is_client_stuck():
                 self._reopen_client()
             if self._maintenance.is_due:
                 if not self._keep_up() or self._assignment.failures:
@@ -672,16 +675,28 @@ class ExactlyOnceConsumer:
             if topic is not None:
                 self._maintenance.recheck_soon(topic)
 
-    def _is_client_silent(self) -> bool:
-        """Tell whether the client answers nothing although brokers do: then its own thread stands still for ever."""
-        if self._kafka_offsets.unanswered < _SILENT_CHECKS:
+    def _is_client_stuck(self) -> bool:
+        """Tell whether the client does nothing although brokers answer: then it may stand still for ever.
+
+        Its own thread may stand still, and after a crash of the group's coordinator it may never join.
+        """
+        topics = {partition.topic for partition in self._ownership.to_confirm()}
+        patience = _UNASSIGNED_INTERVALS * settings.poll_interval_seconds(self._kafka)
+        if self._kafka_offsets.unanswered >= _SILENT_CHECKS:
+            self._kafka_offsets.unanswered = 0
+            reason = f"the Kafka client left {_SILENT_CHECKS} commits without an answer"
+        elif self._maintenance.unassigned_seconds > patience:
+            self._maintenance.joining = None
+            topics = {topic for topic in self._assignment.topics if not topic.startswith("^")}
+            reason = f"Kafka has assigned nothing, be it no partition, for {patience:g} s"
+        else:
             return False
-        self._kafka_offsets.unanswered = 0
         try:
-            self._cluster.describe({partition.topic for partition in self._ownership.to_confirm()})
-        except (errors.BrokerUnreachable, errors.UnknownTopic):
+            with contextlib.suppress(errors.UnknownTopic):  # which is an answer
+                self._cluster.describe(topics)
+        except errors.BrokerUnreachable:
             return False
-        self._must_reopen = f"the Kafka client left {_SILENT_CHECKS} commits without an answer, and brokers answer"
+        self._must_reopen = f"{reason}, and brokers answer"
         return True
 
     def _reopen_client(self) -> None:

@@ -130,7 +130,7 @@ class Maintenance:
         # Whether Kafka has reported what is ours, be it nothing, and has not taken all of it since.
         self.is_member = False
         # Since when it has not, and when that is told next.
-        self._joining: tuple[float, float] | None = None
+        self.joining: tuple[float, float] | None = None
         # Topics and patterns of which the client has said that the cluster has none.
         self.absent: set[str] = set()
         # Why Kafka could not be asked the last time, if so.
@@ -208,7 +208,12 @@ class Maintenance:
         if self.is_member:
             return not self._assignment.is_incremental or time.monotonic() - self._assigned_at >= SETTLE_SECONDS
         has_nothing = self._finds_no_topic and all(topic.startswith("^") for topic in self._assignment.topics)
-        return has_nothing and self._joining is not None and time.monotonic() - self._joining[0] >= SETTLE_SECONDS
+        return has_nothing and self.joining is not None and time.monotonic() - self.joining[0] >= SETTLE_SECONDS
+
+    @property
+    def unassigned_seconds(self) -> float:
+        """For how long Kafka has not said what is ours, although there are the topics."""
+        return 0.0 if self.joining is None or self._finds_no_topic else time.monotonic() - self.joining[0]
 
     @property
     def _finds_no_topic(self) -> bool:
@@ -523,7 +528,7 @@ class Maintenance:
         issue 4605).
         """
         if self.ownership.states:
-            self._joining = None
+            self.joining = None
             self.absent.clear()
             return
         before, self._generation = self._generation, generation(client)
@@ -531,7 +536,7 @@ class Maintenance:
         if self._generation != before:
             self._assigned_at = time.monotonic()  # the group has changed, and what is meant for whom
         now = time.monotonic()
-        since, due = self._joining or (now, now + _JOINING_SECONDS)
+        since, due = self.joining or (now, now + _JOINING_SECONDS)
         if not self.is_member and now >= due:
             reason = (
                 f"it waits for other members of group {self._ledger.group_id}; one that died counts until its session "
@@ -542,7 +547,7 @@ class Maintenance:
             text = "waiting for Kafka to assign partitions for %.0f s: %s"
             logger.warning(text, now - since, reason, extra=self._about("waiting"))
             due = now + (now - since)
-        self._joining = None if self.is_member else (since, due)
+        self.joining = None if self.is_member else (since, due)
 
     def _compare_origins(self, client: Consumer) -> None:
         """Compare the ledger with offsets in Kafka: of another database, of a copy, from before commits were lost."""

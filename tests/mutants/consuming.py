@@ -528,4 +528,14 @@ CONSUMING = (
             "if False:",
         ),
     ),
+    *each(
+        "exactly_once/consumer/consumer.py",
+        ("tests/integration/test_never_assigned.py",),
+        (
+            "never-assigned",
+            "a client to which Kafka assigns nothing is kept for ever",
+            "elif self._maintenance.unassigned_seconds > patience:",
+            "elif False:",
+        ),
+    ),
 )
