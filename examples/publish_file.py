@@ -19,6 +19,7 @@ from typing import Any
 
 from confluent_kafka import KafkaError, Message, Producer
 
+from exactly_once import ExactlyOnceError
 from exactly_once.publish import DedupProducer, SequenceFilter, Undelivered
 
 KAFKA = {"bootstrap.servers": os.environ["EXACTLY_ONCE_BOOTSTRAP_SERVERS"], "linger.ms": 2}
@@ -138,10 +139,13 @@ def main() -> None:
         "--new", action="store_true", help="it was never published: the topic has lost its oldest lines"
     )
     args = parser.parse_args()
-    if args.plain:
-        publish_plain(args.file, args.topic)
-    else:
-        publish(args.file, args.topic, name=args.name, is_new=args.new)
+    try:
+        if args.plain:
+            publish_plain(args.file, args.topic)
+        else:
+            publish(args.file, args.topic, name=args.name, is_new=args.new)
+    except (OSError, ExactlyOnceError) as error:  # no such file, no such topic, another process of this name, ...
+        raise SystemExit(f"{type(error).__name__}: {error}") from error
 
 
 if __name__ == "__main__":

@@ -165,7 +165,9 @@ def read_table(connection: Connection, name: str | sql.Identifier) -> Table:
         psycopg.errors.SyntaxError,
         psycopg.errors.FeatureNotSupported,
     ) as error:
-        raise TableError(f"{text!r} is not the name of a table as SQL writes it: {error}") from error
+        quoted = sql.Identifier(text).as_string(None)
+        hint = "" if '"' in text or not text else f"; a table that has just this name is written {quoted}"
+        raise TableError(f"{text!r} is not the name of a table as SQL writes it: {error}{hint}") from error
     if (long := found.pop("cut")) is not None:
         raise TableError(f"{text}: Postgres cuts the name {long}, which is over {NAME_BYTES} bytes: say another one")
     if found["oid"] is None:

@@ -110,6 +110,21 @@ def test_a_line_that_the_broker_refuses_is_told(bootstrap_servers: str, tmp_path
         assert "not up to the last one at 5003" in done.stderr
 
 
+def test_a_file_or_a_topic_that_is_not_there_is_told_in_a_line(
+    bootstrap_servers: str, tmp_path: Path, name: str
+) -> None:
+    made = tmp_path / "lines"
+    make_file(made, 3, random.Random(1))
+    for path, topic, told in (
+        (tmp_path / "none", create_topic(bootstrap_servers, 1), "FileNotFoundError: "),
+        (made, name, f"there is no topic {name!r}"),
+    ):
+        done = execute(bootstrap_servers, "0", "0", str(EXAMPLE), str(path), topic)
+        assert done.returncode == 1
+        assert told in done.stderr
+        assert "Traceback" not in done.stderr
+
+
 def test_files_of_one_name_are_two_files(bootstrap_servers: str, tmp_path: Path) -> None:
     topic = create_topic(bootstrap_servers, 1)
     for day in ("first", "second"):

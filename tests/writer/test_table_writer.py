@@ -176,6 +176,13 @@ def test_what_is_no_table_is_refused_and_stops_the_worker(name: str, work: Conne
     assert classify(caught.value, connection_lost=False) is Fault.OTHER
 
 
+def test_a_name_that_needs_quotes_is_shown_with_them(work: Connection) -> None:
+    work.execute('CREATE TABLE "a b" (a int)')
+    with pytest.raises(TableError, match='a table that has just this name is written "a b"'):
+        TableWriter("a b").write(work, [(1,)])
+    assert TableWriter('"a b"').write(work, [(1,)]) == 1
+
+
 @pytest.mark.parametrize("end", ["y", '"', "é"])
 def test_a_name_that_postgres_would_cut_is_refused(end: str, work: Connection) -> None:
     """Two of them would be one table."""
