@@ -47,8 +47,8 @@ class BatchReport:
         ignored = f"{self.ignored} of them there already, " if self.ignored else ""
         aside = f"{self.dead_letters} set aside as dead letters, " if self.dead_letters else ""
         return (
-            f"batch {self.batch_id} of {self.group_id!r}: {self.rows} rows, {ignored}{self.dropped} dropped, {repeated}{aside}"
-            f"{self.bytes} bytes, {self.transactions} transactions, copy {self.copy_seconds:.3f} s, "
+            f"batch {self.batch_id} of {self.group_id!r}: {self.rows} rows, {ignored}{self.dropped} dropped, {repeated}"
+            f"{aside}{self.bytes} bytes, {self.transactions} transactions, copy {self.copy_seconds:.3f} s, "
             f"commit {self.commit_seconds:.3f} s, all {self.batch_seconds:.3f} s"
         )
 

@@ -178,7 +178,8 @@ def test_what_is_no_table_is_refused_and_stops_the_worker(name: str, work: Conne
 
 def test_a_name_that_needs_quotes_is_shown_with_them(work: Connection) -> None:
     work.execute('CREATE TABLE "a b" (a int)')
-    with pytest.raises(TableError, match='a table that has just this name is written "a b"'):
+    told = 'a table that has just this name is written "a b"'
+    with pytest.raises(TableError, match=told), work.transaction():
         TableWriter("a b").write(work, [(1,)])
     assert TableWriter('"a b"').write(work, [(1,)]) == 1
 
