@@ -680,21 +680,19 @@ class ExactlyOnceConsumer:
 
         Its own thread may stand still, and after a crash of the group's coordinator it may never join.
         """
-        topics = {partition.topic for partition in self._ownership.to_confirm()}
         patience = _UNASSIGNED_INTERVALS * settings.poll_interval_seconds(self._kafka)
         if self._kafka_offsets.unanswered >= _SILENT_CHECKS:
             self._kafka_offsets.unanswered = 0
             reason = f"the Kafka client left {_SILENT_CHECKS} commits without an answer"
         elif self._maintenance.unassigned_seconds > patience:
             self._maintenance.joining = None
-            topics = {topic for topic in self._assignment.topics if not topic.startswith("^")}
             reason = f"Kafka has assigned nothing, be it no partition, for {patience:g} s"
         else:
             return False
         try:
-            with contextlib.suppress(errors.UnknownTopic):  # which is an answer
-                self._cluster.describe(topics)
-        except errors.BrokerUnreachable:
+            self._cluster.topic_names()
+            self._cluster.describe({partition.topic for partition in self._ownership.to_confirm()})
+        except (errors.BrokerUnreachable, errors.UnknownTopic):
             return False
         self._must_reopen = f"{reason}, and brokers answer"
         return True
