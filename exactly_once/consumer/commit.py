@@ -20,6 +20,7 @@ from exactly_once.ledger.conflict import Conflict
 from exactly_once.ledger.dead_letters import place_of
 from exactly_once.ledger.migrate import refuse_lost
 from exactly_once.ledger.outcome import (
+    COMPLETION_UNKNOWN,
     PATIENCE_SECONDS,
     READ_ONLY,
     SHORT_COUNT,
@@ -92,6 +93,8 @@ class Pending:
 
     unit: Unit
     sent: Sent
+    is_refused: bool = False
+    """Whether Postgres answered COMMIT with an error that undoes it: a deferred constraint's, say."""
     tokens: list[UUID] = field(init=False)
     """Every token under which its rows may be ours: each try to resolve adds one, before it is sent."""
 
@@ -370,7 +373,10 @@ class CommitProtocol:
     def _after_unknown(self, unit: Unit, error: BaseException) -> None:
         """Try once to learn the outcome of a COMMIT that was not confirmed."""
         lost = is_lost(unit.work.connection)
-        self._pending = Pending(unit, Sent.COMMIT)
+        is_refused = sqlstate_of(error) not in (None, COMPLETION_UNKNOWN) and (
+            classify(error, connection_lost=lost) in (Fault.HANDLER, Fault.CONFLICT)
+        )
+        self._pending = Pending(unit, Sent.COMMIT, is_refused=is_refused)
         try:
             resolution = self._resolve(self._pending)
         except psycopg.Error:
@@ -395,18 +401,19 @@ class CommitProtocol:
         unit, counters = pending.unit, self.counters
         partitions = sorted(a.partition for a in unit.advances)
         rows = self.ledger.resolve(partitions, pending.tokens, lock_seconds=LOCK_SECONDS)
-        is_ours = not unit.work.is_joined  # a joined transaction is in no doubt: its owner knows how it ended
+        # A joined transaction is in none: its owner knows how it ended.
+        was_in_doubt = not (unit.work.is_joined or pending.is_refused)
         with self.ownership.changing():
             resolution = self.ownership.resolved(unit.advances, pending.tokens, rows)
             if resolution is Resolution.COMMITTED:
-                counters.resolved_committed += is_ours
+                counters.resolved_committed += was_in_doubt
                 self._committed(unit)
             else:
                 if resolution is Resolution.FENCED:
                     counters.fenced += 1
-                    counters.resolved_fenced += is_ours
+                    counters.resolved_fenced += was_in_doubt
                 else:
-                    counters.resolved_aborted += is_ours
+                    counters.resolved_aborted += was_in_doubt
                 self._requeue(unit)
             self.buffer.discard()
             self._pending = None  # with the positions: one of them alone would give the messages back twice
@@ -416,7 +423,7 @@ class CommitProtocol:
             offset = stored.get(advance.partition, advance.expected)
             if offset is None or offset < advance.expected:
                 self.log_rewound(advance.partition, offset, f"expected offset {advance.expected}")
-        level = logging.WARNING if is_ours else logging.DEBUG
+        level = logging.WARNING if was_in_doubt else logging.DEBUG
         extra = self._about(f"resolved_{resolution.name.lower()}", several=unit.advances)
         logger.log(level, "the outcome of %r was in doubt: %s", unit, resolution.value, extra=extra)
         return resolution

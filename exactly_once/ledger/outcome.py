@@ -66,6 +66,7 @@ _STANDARD = frozenset(
 )
 READ_ONLY = "25006"
 IN_FAILED_TRANSACTION = "25P02"
+COMPLETION_UNKNOWN = "40003"
 
 
 def classify(error: BaseException, *, connection_lost: bool) -> Fault:

@@ -91,6 +91,8 @@ class Table:
     """Whether rules rewrite INSERT or UPDATE; a COPY would pass them by."""
     notices_deletes: bool = False
     """Whether something hangs on deletes: a foreign key that points here, a trigger, or a table that inherits."""
+    notices_changes: bool = False
+    """Whether a trigger sees each row that is stored or deleted, so that each change has to be made."""
     shape: str = field(default="", repr=False)
     """All of this, as the server tells it for comparison."""
 

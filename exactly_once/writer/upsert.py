@@ -83,7 +83,8 @@ class Upsert:
                 marks = marks_of(looked_at, self._rules)
             else:
                 marks = rank(connection, self._plan, looked_at, self._rules, is_binary=is_binary)
-        if self._conflict.add or (self._rules.keeps_missing and self._rules.newest_by is not None):
+        is_each_made = self._conflict.add or self._plan.table.notices_changes
+        if is_each_made or (self._rules.keeps_missing and self._rules.newest_by is not None):
             # Such changes cannot be made one, as a sum takes each row: a statement for each time that a key comes.
             parts: Sequence[Sequence[int]] = rounds(marks.keys)
             steps = [collapse([looked_at[i] for i in p], self._rules, Marks(range(len(p)))) for p in parts]

@@ -36,10 +36,13 @@ SMALL_BATCH = 500
 # Their keys, members or letters would be taken for values.
 _NO_ROWS = (Mapping, Set, str, bytes)
 # 54: a value that no index takes, or JSON that is too deep.
-_BAD_DATA = ("22", "23", "54", "P0001")
+_BAD_DATA = ("22", "23", "54", "P0001", "44000")
 _STALE = ("42", "22P03", "0A000")
 # No operator, or more than one: a column of date or of text has no sums.
 _NO_OPERATOR = ("42883", "42725")
+# The state of a missing grant is also that of a row that a policy refuses, which only this function of the server says.
+_NOT_GRANTED, _CHECKS_POLICIES, _KEPT_OUT = "42501", "ExecWithCheckOptions", "44000"
+_RIGHTS = {"append": "INSERT", "insert-ignore": "SELECT, INSERT", "upsert": "SELECT, INSERT, UPDATE, DELETE"}
 # What the readers of some types raise for a value: ltree 42601, regclass 0A000. A COPY names its column then.
 _OF_READERS = ("42", "0A", "08P01")
 # Where Postgres says that it was; the words for line and column may be in any language.
@@ -137,6 +140,9 @@ class TableWriter:
         except psycopg.errors.UndefinedTable as error:
             gone, self._table = self._table, None
             raise TableChanged(f"{gone or self.name} is gone: {error}") from error
+        except psycopg.errors.InsufficientPrivilege as error:
+            refused, self._table = self._table, None
+            raise self._not_granted(error, refused or self.name) from error
         return self._table
 
     def key(self, connection: Connection) -> tuple[str, ...]:
@@ -253,7 +259,8 @@ class TableWriter:
         except psycopg.Error as error:
             explained = self._explained(error, plan, rows, origins)
             self._doubt(explained)
-            is_ours = isinstance(explained, BadRow) and not (error.sqlstate or "22").startswith(_BAD_DATA)
+            is_settled = (error.sqlstate or "22").startswith((*_BAD_DATA, _NOT_GRANTED))
+            is_ours = isinstance(explained, BadRow) and not is_settled
             raise explained from UnreadableValue(str(error)) if is_ours else error
         except BadRow as error:
             self._doubt(error)
@@ -305,6 +312,12 @@ class TableWriter:
 
     # What went wrong.
 
+    def _not_granted(self, error: psycopg.Error, table: object) -> TableError:
+        return TableError(
+            f"{error.diag.message_primary}: to write to {table} in mode {self.mode} a role needs {_RIGHTS[self.mode]} on "
+            "the table, of which grants on single columns are not enough, as it is locked, and USAGE on its schema"
+        )
+
     def _explained(
         self, error: psycopg.Error, plan: Plan, rows: Iterable[Row], origins: Sequence[Message] | None
     ) -> Exception:
@@ -314,11 +327,13 @@ class TableWriter:
         if not state:  # not from the server: the connection is lost, or the driver cannot dump something
             return plan.find_bad(rows, origins) or error
         found = _COPY_CONTEXT.search(error.diag.context or "")
-        reads_value = found is not None and found[2] is not None and state.startswith(_OF_READERS) and state != "42501"
+        reads_value = found is not None and found[2] is not None and state.startswith(_OF_READERS) and state != _NOT_GRANTED
         if self._add and state in _NO_OPERATOR and not (reads_value or error.diag.context):
             return TableError(f"{plan.table}: add={list(self._add)} cannot be: {error.diag.message_primary}")
-        if state == "42501":  # a grant is missing, or a policy refuses a row: said by Postgres
-            return error
+        if state == _NOT_GRANTED and error.diag.source_function == _CHECKS_POLICIES:
+            state = _KEPT_OUT
+        elif state == _NOT_GRANTED:  # or what a trigger does is not granted, which its context tells
+            return error if error.diag.context else self._not_granted(error, plan.table)
         if not reads_value and state.startswith(_STALE):
             self._table, self._stages = None, True
             if not is_settled:

@@ -129,8 +129,8 @@ def test_a_role_that_may_not_write_the_table_is_told_what_to_grant(  # noqa: PLR
     where += ["--group-id", source, "--conninfo", make_conninfo(conninfo, options=f"-c role={no_superuser}")]
     result = command("sink", *where)
     assert result.code == 1
-    assert f"permission denied for table {source}; " in result.err
-    assert "tables of your own need GRANT INSERT" in result.err
+    assert f"permission denied for table {source}: to write to " in result.err
+    assert "in mode append a role needs INSERT on the table" in result.err
 
 
 READERS = {"tsquery": "a b", "jsonpath": "$$.", "regclass": "a.b.c.d", "regtype": "nosuch", '"char"': "xy"}

@@ -316,7 +316,10 @@ def test_a_backend_ended_inside_commit_is_nobodys_fault(scene: Scene, slow_commi
 
 
 @pytest.mark.fault("B8")
-def test_a_deferred_constraint_that_fails_at_commit_is_the_handlers_error(scene: Scene) -> None:
+def test_a_deferred_constraint_that_fails_at_commit_is_the_handlers_error(
+    scene: Scene, caplog: pytest.LogCaptureFixture
+) -> None:
+    """And in no doubt, as Postgres has answered."""
     table = scene.table("id int UNIQUE DEFERRABLE INITIALLY DEFERRED")
     consumer = scene.consumer()
     units = iter(consumer)
@@ -325,6 +328,8 @@ def test_a_deferred_constraint_that_fails_at_commit_is_the_handlers_error(scene:
         record(unit, "test")
         unit.execute(f"INSERT INTO {table} VALUES (1), (1)".encode())
     assert not isinstance(raised.value, Redelivered)
+    assert "in doubt" not in caplog.text
+    assert consumer.counters.resolved_aborted == 0
     assert scene.applied() == []
     again = next(units)
     assert (offsets(again), again.attempt) == (offsets(unit), 2)

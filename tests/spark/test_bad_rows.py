@@ -12,6 +12,7 @@ from typing import Any, cast
 import psycopg
 import pyarrow as pa  # type: ignore[import-untyped]
 import pytest
+from psycopg.conninfo import make_conninfo
 
 from exactly_once import Unit, _failpoints
 from exactly_once.cli import main
@@ -154,6 +155,22 @@ def test_of_a_row_that_cannot_be_found_the_offsets_are_told_among_which_it_is(
         attempt_with(
             place, db, "q text UNIQUE", pa.concat_arrays([pa.array(["a"]), LONG, pa.array(["b"])]), mode="upsert"
         )
+
+
+@pytest.mark.parametrize("mode", ["append", "upsert"])
+def test_a_row_that_a_policy_refuses_is_set_aside(place: Place, db: psycopg.Connection[Any], mode: str) -> None:
+    role = f"{place.name}_role"
+    db.execute(f"CREATE ROLE {role} IN ROLE pg_read_all_data, pg_write_all_data")
+    db.execute(f"ALTER TABLE {place.name} ENABLE ROW LEVEL SECURITY")
+    db.execute(f"""CREATE POLICY p ON {place.name} USING (true) WITH CHECK ("offset" <> 1)""")
+    try:
+        conninfo = make_conninfo(place.conninfo, options=f"-c role={role}")
+        work = place.work(place.owners(), place.ranges(5), mode=mode, on_bad_row="dead-letter", conninfo=conninfo)
+        run("batch", work, place.input("batch", range(5)))
+        assert [letter.message_offset for letter in letters(db, place.name)] == [1, BAD]
+    finally:
+        db.execute(f"DROP OWNED BY {role}; DROP ROLE {role}")
+    assert place.written() == [(0, 0), (0, 2), (0, 4)]
 
 
 @both

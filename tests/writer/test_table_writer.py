@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import re
 import contextlib
 import threading
 from collections.abc import Iterator, Sequence
@@ -19,7 +20,7 @@ from psycopg import sql
 from psycopg.pq import TransactionStatus
 
 from exactly_once.errors import ConfigurationError
-from exactly_once.ledger.outcome import Fault, classify
+from exactly_once.ledger.outcome import Fault, classify, sqlstate_of
 from exactly_once.writer import MISSING, BadRow, TableError, TableSink, TableWriter, Tombstone
 from exactly_once.writer.arrow import write_arrow
 from exactly_once.writer.from_json import JsonDecoder
@@ -451,8 +452,31 @@ def test_a_row_that_a_policy_refuses_is_no_sign_of_an_altered_table(
     work.execute(f"CREATE ROLE {name}; GRANT ALL ON {table} TO {name}")
     work.execute(f"ALTER TABLE {table} ENABLE ROW LEVEL SECURITY; CREATE POLICY p ON {table} USING (id < 10)")
     work.execute(f"SET LOCAL ROLE {name}")
-    with pytest.raises(psycopg.errors.InsufficientPrivilege, match="row-level security policy"):
+    with pytest.raises(BadRow, match="row-level security policy") as caught:
         TableWriter(table, mode=mode, small_batch=small_batch).write(work, [(1, "x"), (11, "x")])
+    assert sqlstate_of(caught.value) == "42501", "what a policy of another table has in a statement of a handler"
+
+
+@pytest.mark.parametrize("mode", ["append", "insert-ignore", "upsert"])
+@pytest.mark.parametrize("granted", [[], ["USAGE"], ["USAGE", "INSERT (id, a), SELECT"], ["USAGE", "UPDATE"]])
+def test_what_a_role_needs_to_write_is_told(
+    mode: Any, granted: list[str], small_batch: int, work: Connection, name: str
+) -> None:
+    """Whether it is the schema, the lock or the statement that is refused; and what is told is enough."""
+    work.execute(f"CREATE ROLE {name}; CREATE SCHEMA {name}; CREATE TABLE {name}.t (id int PRIMARY KEY, a text)")
+    for right, target in zip(granted, (f"SCHEMA {name}", f"{name}.t"), strict=False):
+        work.execute(f"GRANT {right} ON {target} TO {name}")
+    writer = TableWriter(f"{name}.t", mode=mode, small_batch=small_batch)
+    rows = [(1, "x"), (2, "y"), *([Tombstone((3,))] if mode == "upsert" else [])]
+    work.execute(f"SAVEPOINT s; SET LOCAL ROLE {name}")
+    with pytest.raises(TableError, match=r"^permission denied for (?:schema|table) ") as caught:
+        writer.write(work, rows)
+    work.execute("ROLLBACK TO s")
+    needed = re.search(rf"in mode {mode} a role needs ([A-Z, ]+) on the table.* and USAGE on its", str(caught.value))
+    assert needed
+    work.execute(f"GRANT USAGE ON SCHEMA {name} TO {name}; GRANT {needed[1]} ON {name}.t TO {name}")
+    work.execute(f"SET LOCAL ROLE {name}")
+    assert writer.write(work, rows) == 2
 
 
 def test_a_role_that_may_make_no_temporary_table_is_told(work: Connection, make_table: MakeTable, name: str) -> None:
@@ -944,6 +968,6 @@ def test_rows_of_an_upsert_that_a_trigger_keeps_out_are_told(
     assert not caplog.records
     writer = TableWriter(table, mode="upsert", small_batch=small_batch)
     for v in (2, 3):
-        assert writer.write(work, [(n, v) for n in (*range(10), 0)]) == 5
+        assert writer.write(work, [(n, v) for n in (*range(10), 0)]) == 6
     (said,) = [each.getMessage() for each in caplog.records if getattr(each, "action", "") == "rows_kept_out"]
-    assert f'"{table}": Postgres counts 5 of 10 rows as stored' in said
+    assert f'"{table}": Postgres counts 6 of 11 rows as stored' in said

@@ -45,7 +45,28 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
-def stored_after(connection: Connection, batches: list[list[Any]], options: dict[str, Any]) -> list[Any]:
+# Triggers that keep some rows out, keep some rows, and write down what they see of the others.
+TRIGGERS = """
+CREATE TEMP TABLE seen (number serial, id int, part text, what text) ON COMMIT DROP;
+CREATE FUNCTION pg_temp.sift() RETURNS trigger LANGUAGE plpgsql AS $$
+BEGIN
+    IF TG_OP = 'DELETE' THEN RETURN CASE WHEN OLD.y = 3 THEN NULL ELSE OLD END; END IF;
+    RETURN CASE WHEN NEW.version = 0 THEN NULL ELSE NEW END;
+END $$;
+CREATE FUNCTION pg_temp.note() RETURNS trigger LANGUAGE plpgsql AS $$
+BEGIN
+    INSERT INTO seen (id, part, what) SELECT r.id, r.part, concat_ws(' ', TG_OP, r)
+    FROM (SELECT (CASE TG_OP WHEN 'DELETE' THEN OLD ELSE NEW END).*) AS r;
+    RETURN NULL;
+END $$;
+CREATE TRIGGER sift BEFORE INSERT OR UPDATE OR DELETE ON changed FOR EACH ROW EXECUTE FUNCTION pg_temp.sift();
+CREATE TRIGGER note AFTER INSERT OR UPDATE OR DELETE ON changed FOR EACH ROW EXECUTE FUNCTION pg_temp.note();
+"""
+
+
+def stored_after(
+    connection: Connection, batches: list[list[Any]], options: dict[str, Any], *, triggers: str = ""
+) -> list[Any]:
     connection.rollback()
     connection.execute(
         "CREATE TEMP TABLE changed (id int, part text, version int, x int DEFAULT 7, y int, other text DEFAULT 'd',"
@@ -55,25 +76,63 @@ def stored_after(connection: Connection, batches: list[list[Any]], options: dict
     there = "SELECT id, part, 1, 9, 9, 'old' FROM generate_series(0, 1) AS id, (VALUES ('a'), ('b')) AS p(part)"
     connection.execute(f"INSERT INTO changed {there}")
     writer = TableWriter("changed", mode="upsert", columns=["id", "part", "version", "x", "y"], **options)
+    connection.execute(triggers)
     for batch in batches:
         writer.write(connection, batch)
-    return connection.execute("SELECT * FROM changed ORDER BY id, part").fetchall()
+    stored = connection.execute("SELECT * FROM changed ORDER BY id, part").fetchall()
+    # Of different keys the order is not what was promised.
+    seen = "SELECT id, part, what FROM seen ORDER BY id, part, number"
+    return [stored, connection.execute(seen).fetchall()] if triggers else stored
 
 
-@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
+@pytest.mark.parametrize("triggers", ["", TRIGGERS], ids=["", "triggers"])
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS.keys())
 def test_batches_of_any_size_leave_the_same_rows(
-    options: dict[str, Any], data: st.DataObject, work: Connection
+    options: dict[str, Any], triggers: str, data: st.DataObject, work: Connection
 ) -> None:
+    """Triggers see each change of a key, too."""
     kind = changes_with_gaps if "missing" in options else changes
     stream = data.draw(st.lists(kind, min_size=1, max_size=25))
     cuts = sorted(data.draw(st.sets(st.integers(0, len(stream)), max_size=4)))
     edges = [0, *cuts, len(stream)]
     batches = [stream[a:b] for a, b in pairwise(edges)]
-    expected = stored_after(work, [[change] for change in stream], options)
+    expected = stored_after(work, [[change] for change in stream], options, triggers=triggers)
     for small_batch in (500, 0):
-        assert stored_after(work, batches, {**options, "small_batch": small_batch}) == expected
+        assert stored_after(work, batches, {**options, "small_batch": small_batch}, triggers=triggers) == expected
+
+
+@pytest.mark.parametrize("small_batch", [500, 0])
+@pytest.mark.parametrize(
+    "trigger",
+    [
+        "AFTER INSERT OR UPDATE ON {0}_1 FOR EACH ROW EXECUTE FUNCTION {0}_note()",
+        "AFTER INSERT OR UPDATE ON {0} FOR EACH ROW WHEN (NEW.v > 0) EXECUTE FUNCTION {0}_note()",
+        "AFTER UPDATE ON {0} REFERENCING NEW TABLE AS new FOR EACH STATEMENT EXECUTE FUNCTION {0}_note()",
+    ],
+    ids=["partition", "row", "transition table"],
+)
+def test_a_trigger_sees_each_change_of_a_batch(
+    trigger: str, small_batch: int, db: Connection, work: Connection, make_table: MakeTable
+) -> None:
+    """Also one that is made between two batches."""
+    table = make_table("(k int PRIMARY KEY, v int) PARTITION BY LIST (k)")
+    db.execute(f"CREATE TABLE {table}_1 PARTITION OF {table} FOR VALUES IN (1); CREATE TABLE {table}_seen (v int)")
+    writer = TableWriter(table, mode="upsert", small_batch=small_batch)
+    writer.write(work, [(1, 0)])
+    work.commit()
+    see = "SELECT v FROM new" if "NEW TABLE" in trigger else "VALUES (NEW.v)"
+    body = f"BEGIN INSERT INTO {table}_seen {see}; RETURN NULL; END"
+    db.execute(f"CREATE FUNCTION {table}_note() RETURNS trigger LANGUAGE plpgsql AS '{body}'")
+    db.execute(f"CREATE TRIGGER note {trigger.format(table)}")
+    assert writer.write(work, [(1, 1), (1, 2), (1, 3)]) == 3
+    assert work.execute(f"SELECT v FROM {table}_seen ORDER BY v").fetchall() == [(1,), (2,), (3,)]
+    work.commit()
+    db.execute(f"ALTER TABLE {table} DISABLE TRIGGER ALL; ALTER TABLE {table}_1 DISABLE TRIGGER ALL")
+    assert writer.write(work, [(1, 4), (1, 5)]) == 1, "no trigger sees them, so the last one is enough"
+    work.commit()
+    db.execute(f"DROP TABLE {table}, {table}_seen; DROP FUNCTION {table}_note CASCADE")
 
 
 @pytest.mark.parametrize("small_batch", [500, 0])

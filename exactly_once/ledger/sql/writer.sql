@@ -2,8 +2,10 @@
 
 -- name: find_table
 -- Find a table by its name as SQL would, and what COPY and INSERT need to know of it. ON CONFLICT minds rules for INSERT
--- (3) that fire, and those for UPDATE (2) though they be disabled. A delete takes rows of inheriting tables, too. The row is
--- there without a table, too, with the part of its name that Postgres would cut, as it does without a word.
+-- (3) that fire, and those for UPDATE (2) though they be disabled. A delete takes rows of inheriting tables, too. Of triggers
+-- (1 for each row, 4 at INSERT, 8 at DELETE, 16 at UPDATE) those of foreign keys are internal, and one for each statement
+-- sees rows in transition tables only. The row is there without a table, too, with the part of its name that Postgres
+-- would cut, as it does without a word.
 SELECT (SELECT part FROM unnest(parse_ident(%(name)s)) AS part WHERE part <> part::name::text LIMIT 1) AS cut,
        c.oid, c.relkind IN ('r', 'p', 'f') AS is_writable, n.nspname AS schema, c.relname AS name,
        c.relkind = 'f' AS is_foreign,
@@ -16,7 +18,10 @@ SELECT (SELECT part FROM unnest(parse_ident(%(name)s)) AS part WHERE part <> par
          AS has_rules,
        EXISTS (SELECT FROM pg_trigger t WHERE t.tgtype & 8 <> 0
                  AND (t.tgrelid = c.oid OR t.tgrelid IN (SELECT relid FROM pg_partition_tree(c.oid))))
-         OR EXISTS (SELECT FROM pg_inherits WHERE inhparent = c.oid AND c.relkind <> 'p') AS notices_deletes
+         OR EXISTS (SELECT FROM pg_inherits WHERE inhparent = c.oid AND c.relkind <> 'p') AS notices_deletes,
+       EXISTS (SELECT FROM pg_trigger t WHERE NOT t.tgisinternal AND t.tgenabled <> 'D' AND t.tgtype & 28 <> 0
+                 AND (t.tgtype & 1 <> 0 OR t.tgoldtable IS NOT NULL OR t.tgnewtable IS NOT NULL)
+                 AND (t.tgrelid = c.oid OR t.tgrelid IN (SELECT relid FROM pg_partition_tree(c.oid)))) AS notices_changes
 FROM (SELECT to_regclass(%(name)s)) AS named (oid)
      LEFT JOIN pg_class c USING (oid) LEFT JOIN pg_namespace n ON n.oid = c.relnamespace
 
@@ -103,9 +108,10 @@ SELECT concat_ws(', ', (
                                        WHERE ev_class = c.oid ORDER BY oid) END,
     CASE WHEN c.relhasindex THEN ARRAY(SELECT concat(indexrelid, indisprimary, indisvalid) FROM pg_index
                                        WHERE indrelid = c.oid AND indisunique ORDER BY indexrelid) END,
-    CASE WHEN c.relhastriggers THEN EXISTS (SELECT FROM pg_trigger WHERE tgrelid = c.oid AND tgtype & 8 <> 0) END,
-    CASE c.relkind WHEN 'p' THEN EXISTS (SELECT FROM pg_partition_tree(c.oid) p JOIN pg_trigger t ON t.tgrelid = p.relid
-                                         WHERE t.tgtype & 8 <> 0) END)
+    CASE WHEN c.relhastriggers OR c.relkind = 'p' THEN (
+        SELECT string_agg(DISTINCT concat(tgtype, tgenabled, tgisinternal, tgoldtable, tgnewtable), ' ') FROM pg_trigger
+        WHERE tgrelid IN (SELECT c.oid UNION ALL
+                          SELECT relid FROM pg_partition_tree(CASE c.relkind WHEN 'p' THEN c.oid END))) END)
 FROM pg_class c WHERE c.oid = to_regclass({qualified})
 
 -- name: create_table
