@@ -55,6 +55,7 @@ _IN_OPTIONS = [
         (r"\bstart=(['\"])(\S+)\1", r"--start \2"),
         (r"\b([Ss]ay) (key|missing|rest|start|schema)=", r"\1 --\2 "),
         (r"\bon_tombstone ?= ?(['\"])(\w+)\1", r"--on-tombstone \2"),
+        (r"\bleave start= out", "leave --start out"),
         (r"\bmax_messages=", "--max-messages "),
         (r"\bset on_out_of_range=", "say --on-out-of-range"),
         (r"\bon_out_of_range=(?=[ .])", "--on-out-of-range"),

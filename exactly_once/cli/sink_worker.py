@@ -35,7 +35,7 @@ from exactly_once.ledger.dead_letters import enforce
 from exactly_once.writer.errors import TableError, place_of
 from exactly_once.writer.sink import Bad, Router, TableSink
 
-from .problems import CommandError, one_line
+from .problems import CommandError, in_options, one_line
 from .sink_flows import Task
 from .sink_progress import CLEAR, LEFT_OUT_SECONDS, LIVE_SECONDS, Counts, LeftOut, Measurements, Progress, every
 from .sink_tables import NoColumns, check_without_table, prepare
@@ -43,7 +43,7 @@ from .sink_tables import NoColumns, check_without_table, prepare
 logger = logging.getLogger(__name__)
 
 # How long a member that ends waits until Kafka has taken its partitions back.
-_LEAVE_SECONDS = 2.0
+_LEAVE_SECONDS, _LEAVE_WAIT_SECONDS = 5.0, 0.05
 _STANDARD = frozenset(vars(logging.makeLogRecord({}))) | {"message", "taskName"}
 
 
@@ -187,10 +187,16 @@ class _Member(ExactlyOnceConsumer):
     """
 
     def _leave(self) -> None:
-        self._client.unsubscribe()
-        deadline = time.monotonic() + _LEAVE_SECONDS
-        while self._client.assignment() and time.monotonic() < deadline:
-            self._client.poll(0.05)
+        if not (self._assignment.topics and self._kafka.get("group.instance.id")):
+            super()._leave()
+            return
+        client, deadline = self._client, time.monotonic() + _LEAVE_SECONDS
+        # Who is still joining cannot leave, and would be a member until the session time-out.
+        while not client.memberid() and time.monotonic() < deadline:
+            client.poll(_LEAVE_WAIT_SECONDS)
+        client.unsubscribe()
+        while client.memberid() and time.monotonic() < deadline:
+            client.poll(_LEAVE_WAIT_SECONDS)
 
 
 @contextmanager
@@ -271,12 +277,19 @@ def set_up_logs(*, as_json: bool, is_live: bool) -> None:
     """Send the library's records to stderr, as lines for people or for a collector."""
     handler = logging.StreamHandler()
     before = CLEAR if is_live else ""
-    handler.setFormatter(
-        JsonLines() if as_json else logging.Formatter(f"{before}%(asctime)s %(levelname)s %(message)s")
-    )
+    handler.setFormatter(JsonLines() if as_json else Lines(f"{before}%(asctime)s %(levelname)s %(message)s"))
     log = logging.getLogger("exactly_once")
     log.handlers[:] = [handler]
     log.setLevel(logging.INFO)
+
+
+class Lines(logging.Formatter):
+    """Lines for people, which name options as the command line does."""
+
+    def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802 - logging's name
+        """Return the line."""
+        record.message = in_options(record.message)
+        return super().formatMessage(record)
 
 
 class JsonLines(logging.Formatter):
@@ -286,4 +299,4 @@ class JsonLines(logging.Formatter):
         """Return the line."""
         more = {key: value for key, value in vars(record).items() if key not in _STANDARD}
         at = datetime.fromtimestamp(record.created, UTC).isoformat()
-        return json.dumps({"at": at, "level": record.levelname, "text": record.getMessage(), **more}, default=str)
+        return json.dumps({"at": at, "level": record.levelname, "text": in_options(record.getMessage()), **more}, default=str)

@@ -112,6 +112,7 @@ def test_the_sinks_file_serves_other_commands_with_a_byte_order_mark_too(
         ("on_tombstone='delete' needs mode='upsert'", "--on-tombstone delete needs --mode upsert"),
         ('on_tombstone = "skip" passes over such', "--on-tombstone skip passes over such"),
         ('say start="latest"; see also on_out_of_range=.', "say --start latest; see also --on-out-of-range."),
+        ('start="committed", but none: leave start= out', "--start committed, but none: leave --start out"),
     ],
 )
 def test_errors_are_told_in_the_words_of_the_command_line(said: str, told: str) -> None:

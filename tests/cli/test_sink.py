@@ -20,7 +20,9 @@ import psutil
 import psycopg
 import pytest
 from confluent_kafka import Producer
+from confluent_kafka.admin import AdminClient
 
+from exactly_once.cli.sink_worker import _Member
 from tests.cli.conftest import Command
 from tests.support.journal import scan
 from tests.support.seeds import first_seed
@@ -383,10 +385,38 @@ def test_a_partition_whose_next_offset_is_gone_is_left_or_goes_on_as_the_option_
         codes.append(result.code)
         said += result.err if number == 1 else ""
     assert codes[0] == codes[2] == 0 != codes[1]
-    assert "say --on-out-of-range" in said
+    assert said.count("say --on-out-of-range") == 2, "the record and the last line"
+    assert "on_out_of_range=" not in said
     assert rows(db, f'"{source}"') == [(i,) for i in (*range(10), *range(15, 30))]
     names = "SELECT DISTINCT owner_name FROM exactly_once.ledger WHERE group_id = %s"
     assert db.execute(names, (source,)).fetchall() == [("pod-7",)]
+
+
+def members_of(bootstrap_servers: str, group_id: str) -> int:
+    """How many members Kafka counts in a group."""
+    admin = AdminClient({"bootstrap.servers": bootstrap_servers})
+    return len(admin.describe_consumer_groups([group_id])[group_id].result().members)
+
+
+def test_a_start_that_is_refused_leaves_no_member_behind(
+    operate: Command, bootstrap_servers: str, source: str, db: Database
+) -> None:
+    """The program before may go on at once then, or an operator move its offsets."""
+    db.execute(f'CREATE TABLE "{source}" (id bigint)')
+    send(bootstrap_servers, source, [("0", {"id": 1})])
+    result = operate("sink", "--topic", source, "--table", f'"{source}"', "--until-end", "--start", "committed")
+    assert result.code == 1
+    assert "leave --start out" in result.err
+    assert members_of(bootstrap_servers, source) == 0
+
+
+def test_a_member_that_ends_while_it_joins_leaves_none_behind(
+    bootstrap_servers: str, conninfo: str, source: str
+) -> None:
+    kafka = {"bootstrap.servers": bootstrap_servers, "group.id": source, "group.instance.id": "one"}
+    with _Member(kafka, conninfo=conninfo, migrate=True) as member:
+        member.subscribe([source])
+    assert members_of(bootstrap_servers, source) == 0
 
 
 def test_a_linger_time_that_is_none_is_refused(operate: Command, source: str, db: Database) -> None:
