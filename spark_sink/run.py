@@ -153,6 +153,9 @@ class Run:
             # What a task has raised stands at the end of its trace.
             line = told[-1 if any("Traceback" in each for each in told) else 0]
             failure = Failure(batch_id, f"{type(error).__name__}: {line}", dict(ends), is_counted)
+            # Whoever catches the error may say nothing of it, and the batch that would be refused may not come.
+            extra = about("batch_failed", group=self._options.group_id) | {"batch_id": batch_id}
+            logger.error("batch %s of %s has failed: %s", batch_id, self._options.group, failure.error, extra=extra)
             self._log.note_failure(self._options.group_id, failure)
             with _lock:
                 for run in _runs:  # of another sink of the group, which writes the next batch perhaps

@@ -74,15 +74,18 @@ def refused(run: Callable[[], object], first: int, last: int) -> str:
 @pytest.mark.fault("F13", more=True)
 @each_mode
 def test_the_batch_behind_one_whose_error_was_caught_is_refused_at_each_start(
-    scene: Scene, strict: str, db: Db, options: dict[str, Any]
+    scene: Scene, strict: str, db: Db, options: dict[str, Any], caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Also at the second and the third, by the first failure and not by the refusals that follow it."""
+    """Also at the second and the third, by the first failure and not by the refusals that follow it; each is logged."""
     scene.produce(40)
     caught: list[Exception] = []
     sink = scene.sink(table=strict, **options)
     said = refused(lambda: scene.run(catching(sink, only=1, caught=caught), per_trigger=10), 1, 2)
     assert len(caught) == 1
     assert "odd" in said
+    told = [record for record in caplog.records if getattr(record, "action", "") == "batch_failed"]
+    assert [(record.levelname, vars(record)["batch_id"]) for record in told] == [("ERROR", 1), ("ERROR", 2)]
+    assert "odd" in told[0].getMessage()
     before = written(db, strict)
     assert set(twice(range(5))) <= set(before) <= set(range(10)) - {7}
     for _ in range(2):
