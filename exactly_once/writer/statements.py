@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, Literal
 
 import psycopg
@@ -62,8 +63,7 @@ def merge(connection: Connection, plan: Plan, prepared: Prepared, conflict: Conf
     cursor = cursor_on(connection)
     if len(rows) <= small_batch:
         natives, values = plan.arrays(prepared)
-        statement = _insert(plan, conflict, _values(plan, natives), _arrays(plan, natives), sql.SQL("s.ordinal"))
-        return cursor.execute(_finished(statement), values, prepare=False).rowcount
+        return cursor.execute(_from_arrays(plan, conflict, tuple(natives)), values, prepare=False).rowcount
     names = stage_columns(len(plan.names))
     # The stage's columns take what the binary form of the value takes.
     kinds = (
@@ -171,6 +171,12 @@ def _insert(
         order=order,
         conflict=_clause(plan, conflict),
     )
+
+
+@lru_cache(maxsize=256)
+def _from_arrays(plan: Plan, conflict: Conflict, natives: tuple[bool, ...]) -> bytes:
+    """Return what stores rows that are given as arrays; to compose it takes as long as to store one."""
+    return _finished(_insert(plan, conflict, _values(plan, natives), _arrays(plan, natives), sql.SQL("s.ordinal")))
 
 
 def counts_each(plan: Plan, conflict: Conflict) -> bool:
