@@ -419,8 +419,8 @@ WRITING = (
         (
             "sums-collapse",
             "of several additions to a row the last one counts",
-            "if self._conflict.add or (self._rules",
-            "if (self._rules",
+            "is_each_made = self._conflict.add or self._plan",
+            "is_each_made = self._plan",
         ),
         (
             "too-old-field",
@@ -523,14 +523,14 @@ WRITING = (
         (
             "shape-triggers",
             "a trigger or a foreign key that comes misses a delete",
-            "CASE WHEN c.relhastriggers THEN EXISTS",
-            "CASE WHEN false THEN EXISTS",
+            "CASE WHEN c.relhastriggers OR",
+            "CASE WHEN false OR",
         ),
         (
             "shape-partitions",
             "a trigger that comes to a partition misses a delete",
-            "CASE c.relkind WHEN 'p' THEN EXISTS",
-            "CASE c.relkind WHEN '-' THEN EXISTS",
+            "pg_partition_tree(CASE c.relkind WHEN 'p'",
+            "pg_partition_tree(CASE c.relkind WHEN '-'",
         ),
         (
             "trigger-of-partition",

@@ -666,8 +666,9 @@ REFERS = "CREATE TABLE {0}_log (id int REFERENCES {0} ON DELETE SET NULL, was in
         ("PARTITION BY HASH (id)", LOGS_DELETES.replace("{1}", "{0}_0"), [(1,)]),
         ("", REFERS, [(None, 1)]),
         ("PARTITION BY HASH (id)", REFERS, [(None, 1)]),
+        ("PARTITION BY HASH (id)", REFERS.replace("REFERENCES {0}", "REFERENCES {0}_0"), [(None, 1)]),
     ],
-    ids=["trigger", "trigger above partitions", "trigger of a partition", "key", "key to partitions"],
+    ids=["trigger", "trigger above partitions", "trigger of a partition", "key", "key to partitions", "key to one"],
 )
 def test_what_is_made_to_notice_deletes_notices_those_of_the_next_batch(
     partitions: str, ddl: str, found: Any, db: Connection, work: Connection, make_table: MakeTable
