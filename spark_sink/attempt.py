@@ -241,10 +241,8 @@ class Attempt:
         while todo:
             some = todo.pop()
             kept, stored, ignored = some, 0, self.writers[number].ignored_rows
-            savepoint = self.unit.connection.transaction() if sets_aside else contextlib.nullcontext()
             try:
-                with savepoint:
-                    # In the savepoint: what cannot be stored has claimed nothing.
+                with self.unit.connection.transaction():  # what cannot be stored has claimed nothing
                     if part.options.claim is not None:
                         with naming(some):
                             kept = self._first(some, part.options.claim, number)
@@ -255,17 +253,18 @@ class Attempt:
                             self.writers[number].table(self.unit.connection, locks=False).refuse_unlogged()
             except TableChanged:
                 # A value that does not fit or an altered table: only a COPY, by which the writer goes now, tells which.
-                if not sets_aside or doubted is some:
+                if doubted is some:
                     raise
                 doubted = some
                 todo.append(some)
             except BadRow as error:
-                if not sets_aside:
-                    raise
                 if some.num_rows == 1:
+                    if not sets_aside:
+                        raise
                     self._set_aside(number, some, rows, error)
                     continue
-                # In their order, whichever row it was: in an upsert the last one wins.
+                # In their order, whichever row it was: in an upsert the last one wins. It may be none of them: a value
+                # that must be unique goes from row to row, and COPY and merge go by the order of keys.
                 bad = error.row if kept is some else None  # else it counts only those that were left
                 middle = some.num_rows // 2
                 cuts = (0, middle, some.num_rows) if bad is None else (0, bad, bad + 1, some.num_rows)

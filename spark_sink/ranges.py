@@ -331,12 +331,8 @@ def naming(rows: pa.Table) -> Iterator[None]:
         yield
     except BadRow as error:
         row = 0 if rows.num_rows == 1 else error.row
-        if error.topic is not None or OFFSET not in rows.column_names:
+        if row is None or error.topic is not None or OFFSET not in rows.column_names:
             raise
-        if row is None:
-            places = ", ".join(f"{partition} offsets {first} to {last}" for partition, first, last in spans(rows))
-            reason = f"one row of {places}, which on_bad_row='dead-letter' finds: {error.reason}"
-            raise BadRow(reason, column=error.column) from error
         topic, number, offset = (rows.column(name)[row].as_py() for name in PLACES)
         raise BadRow(error.reason, at=(topic, number, offset), row=row, column=error.column) from error
 

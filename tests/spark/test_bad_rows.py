@@ -147,14 +147,25 @@ def test_a_row_is_set_aside_whatever_it_holds(  # noqa: PLR0917 - most are the c
     assert row == {"partition": 0, "offset": 1, "q": shown}
 
 
-def test_of_a_row_that_cannot_be_found_the_offsets_are_told_among_which_it_is(
-    place: Place, db: psycopg.Connection[Any]
+@pytest.mark.parametrize("small_batch", [0, 1000])
+@pytest.mark.parametrize("on_bad_row", ["fail", "dead-letter"])
+def test_a_value_that_must_be_unique_goes_from_row_to_row_within_a_batch(
+    place: Place, db: psycopg.Connection[Any], on_bad_row: str, small_batch: int
 ) -> None:
-    """Of a statement Postgres does not tell which of its values it refuses."""
-    with pytest.raises(BadRow, match=rf"one row of {place.name}\[0\] offsets 0 to 2, .*on_bad_row=.*index row"):
-        attempt_with(
-            place, db, "q text UNIQUE", pa.concat_arrays([pa.array(["a"]), LONG, pa.array(["b"])]), mode="upsert"
-        )
+    """Rows are stored in the order of their keys, in which the second row would take it before the first lets it go."""
+    db.execute(f"ALTER TABLE {place.name} ADD q int UNIQUE")
+    db.execute(f'INSERT INTO {place.name} (partition, "offset", q) VALUES (0, 1, 2), (0, 9, 1)')
+    options = {"mode": "upsert", "key": ["q"], "on_bad_row": on_bad_row, "small_batch": small_batch}
+    attempt_with(place, db, "IF NOT EXISTS q int", pa.array([2, 1], pa.int32()), **options)
+    assert db.execute(f'SELECT q, "offset" FROM {place.name} ORDER BY 1').fetchall() == [(1, 1), (2, 0)]
+    assert letters(db, place.name) == []
+
+
+def test_the_batch_fails_with_the_row_of_which_postgres_says_nothing(place: Place, db: psycopg.Connection[Any]) -> None:
+    """Of a statement it does not tell which of its values it refuses."""
+    texts = pa.concat_arrays([pa.array(["a"]), LONG, pa.array(["b"])])
+    with pytest.raises(BadRow, match=rf"^{place.name}\[0\] offset 1: index row"):
+        attempt_with(place, db, "q text UNIQUE", texts, mode="upsert")
 
 
 @pytest.mark.parametrize("mode", ["append", "upsert"])
