@@ -299,4 +299,6 @@ class JsonLines(logging.Formatter):
         """Return the line."""
         more = {key: value for key, value in vars(record).items() if key not in _STANDARD}
         at = datetime.fromtimestamp(record.created, UTC).isoformat()
-        return json.dumps({"at": at, "level": record.levelname, "text": in_options(record.getMessage()), **more}, default=str)
+        return json.dumps(
+            {"at": at, "level": record.levelname, "text": in_options(record.getMessage()), **more}, default=str
+        )

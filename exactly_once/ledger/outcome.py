@@ -64,6 +64,8 @@ _STANDARD = frozenset(
         *("55", "57", "58", "72", "F0", "HV", "P0", "XX"),
     )
 )
+# Of a row that a policy refuses the state is that of a missing grant; the server's function tells them apart.
+NOT_GRANTED, _CHECKS_POLICIES = "42501", "ExecWithCheckOptions"
 READ_ONLY = "25006"
 IN_FAILED_TRANSACTION = "25P02"
 COMPLETION_UNKNOWN = "40003"
@@ -81,6 +83,8 @@ def classify(error: BaseException, *, connection_lost: bool) -> Fault:
         return Fault.ENVIRONMENT
     if state is None:
         return Fault.OTHER if isinstance(error, MemoryError) else Fault.HANDLER
+    if is_kept_out(error):
+        return Fault.HANDLER
     for fault, prefixes in (
         (Fault.CONFLICT, _CONFLICTS),
         (Fault.ENVIRONMENT, _ENVIRONMENT),
@@ -91,12 +95,20 @@ def classify(error: BaseException, *, connection_lost: bool) -> Fault:
     return Fault.OTHER if state[:2] in _STANDARD or state.startswith(_OURS) else Fault.HANDLER
 
 
+def is_kept_out(error: BaseException) -> bool:
+    """Tell whether a policy of row-level security refuses a row."""
+    driver = driver_error(error)
+    if driver is None or driver.sqlstate != NOT_GRANTED:
+        return False
+    return driver.diag.source_function == _CHECKS_POLICIES
+
+
 def may_be_data(error: BaseException) -> bool:
     """Tell whether an error that is nobody's (:attr:`Fault.OTHER`) could be that of one message all the same.
 
-    Class 42 is: a grant or a table that is missing, but also a row that a policy refuses, or ``to_tsquery`` of a
-    value. So is a statement that the server does not allow, or a cursor that is not there, where one branch of the
-    handler has it. Which of them shows when there are fewer messages.
+    Class 42 is: a grant or a table that is missing, but also ``to_tsquery`` of a value. So is a statement that the
+    server does not allow, or a cursor that is not there, where one branch of the handler has it. Which of them shows
+    when there are fewer messages.
     """
     return (sqlstate_of(error) or "").startswith(_DOUBTFUL)
 

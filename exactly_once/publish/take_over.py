@@ -45,8 +45,8 @@ class TopicTakeOver:
     """Finds the keys of dead owners in the topics themselves: ``take_over=TopicTakeOver(kafka)``.
 
     The scope of a window must be the topic's name. An owner with a transactional id is fenced at the brokers first,
-    which ends what it left open; after that what is not in the topic cannot arrive any more. Reading goes on to where
-    the log ends, also behind transactions of others that are still open.
+    which ends what it left open; after that what is not in the topic cannot arrive any more. The topic is read to
+    its high watermark; a transaction of another producer that is open there is waited for, ``seconds`` (120) at most.
     """
 
     def __init__(self, kafka: Mapping[str, Any], *, seconds: float = 120.0) -> None:

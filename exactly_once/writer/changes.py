@@ -117,6 +117,21 @@ def rounds(keys: Iterable[Any]) -> list[list[int]]:
     return result
 
 
+def runs(changes: Iterable[Row], keys: Iterable[Any]) -> list[list[int]]:
+    """Split into runs in which no key comes twice and all are rows, or all are tombstones; all stay in order."""
+    seen: set[Any] = set()
+    was_delete = False
+    result: list[list[int]] = []
+    for index, (change, key) in enumerate(zip(changes, keys, strict=True)):
+        is_delete = type(change) is Tombstone
+        if not result or is_delete != was_delete or key in seen:
+            seen, was_delete = set(), is_delete
+            result.append([])
+        seen.add(key)
+        result[-1].append(index)
+    return result
+
+
 def keys_of(changes: Iterable[Row], key: tuple[int, ...]) -> list[Any]:
     """Return the key of each change; a key of one column is its bare value."""
     pick = itemgetter(*key)

@@ -98,8 +98,8 @@ class Plan:
             yield self, prepared
             return
         rows = list(rows)
-        keeps_order = False
-        if first_wins is not None:
+        keeps_order = self.table.keeps_order
+        if first_wins is not None and not keeps_order:
             # Without a key any constraint may be the one of which two rows are the same.
             positions = self.positions(first_wins)
             columns = [[row[i] for row in rows] for i in positions]

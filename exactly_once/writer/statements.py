@@ -83,7 +83,18 @@ def merge(connection: Connection, plan: Plan, prepared: Prepared, conflict: Conf
     return cursor.execute(sql.SQL("; ").join([insert, query("drop_stage", "")]), prepare=False).rowcount
 
 
-def by_key(name: Literal["delete_rows", "find_rows"], connection: Connection, key: Plan, sought: Prepared) -> set[int]:
+def delete_by_key(connection: Connection, key: Plan, sought: Prepared) -> set[int]:
+    """Delete the rows of keys; tell which there were by position."""
+    if not key.table.has_delete_rules:
+        return by_key("delete_rows", connection, key, sought)
+    found = by_key("find_rows", connection, key, sought)
+    by_key("delete_found", connection, key, sought)
+    return found
+
+
+def by_key(
+    name: Literal["delete_rows", "delete_found", "find_rows"], connection: Connection, key: Plan, sought: Prepared
+) -> set[int]:
     """Delete or find the rows of keys, which are locked in the order of the keys; tell which there are by position.
 
     ``key`` is the plan of the key's columns.
@@ -103,7 +114,7 @@ def by_key(name: Literal["delete_rows", "find_rows"], connection: Connection, ke
         lock=sql.SQL("ORDER BY {} FOR UPDATE OF t").format(_list(columns)),
     )
     cursor = cursor_on(connection).execute(_finished(statement), arrays, prepare=False)
-    return {number - 1 for (number,) in cursor.fetchall()}
+    return {number - 1 for (number,) in (cursor.fetchall() if cursor.description else ())}
 
 
 def rank(connection: Connection, plan: Plan, changes: Sequence[Row], rules: Rules, *, is_binary: bool) -> Marks:
@@ -152,7 +163,9 @@ def _insert(
     plan: Plan, conflict: Conflict, values: Sequence[sql.Composable], source: sql.Composable, ordinal: sql.Composable
 ) -> sql.Composed:
     keys = [values[i] for i in plan.positions(conflict.key)]
-    order = sql.SQL("ORDER BY {}").format(_list([*keys, ordinal])) if keys else sql.SQL("")
+    # By key two workers lock the same rows in one order; where rows have to do with each other theirs is kept.
+    order_by = [ordinal] if plan.table.keeps_order else [*keys, ordinal]
+    order = sql.SQL("ORDER BY {}").format(_list(order_by)) if keys else sql.SQL("")
     # Postgres looks for a null in these before it looks whether the row is there, so they are what the row has.
     kept = plan.kept_not_null if conflict.mode == "upsert" else ()
     same = (

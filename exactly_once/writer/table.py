@@ -89,10 +89,11 @@ class Table:
     """Whether policies apply to us; Postgres refuses COPY then."""
     has_rules: bool = False
     """Whether rules rewrite INSERT or UPDATE; a COPY would pass them by."""
+    has_delete_rules: bool = False
     notices_deletes: bool = False
     """Whether something hangs on deletes: a foreign key that points here, a trigger, or a table that inherits."""
-    notices_changes: bool = False
-    """Whether a trigger sees each row that is stored or deleted, so that each change has to be made."""
+    keeps_order: bool = False
+    """Whether triggers see rows, or some go with others by a foreign key, so that each change is made, in its order."""
     shape: str = field(default="", repr=False)
     """All of this, as the server tells it for comparison."""
 

@@ -9,10 +9,23 @@ from confluent_kafka import Message
 
 from exactly_once.ledger.session import Connection
 
-from .changes import MISSING, UNAVAILABLE, Marks, Merge, Row, Rules, Tombstone, collapse, keys_of, marks_of, rounds
+from .changes import (
+    MISSING,
+    UNAVAILABLE,
+    Marks,
+    Merge,
+    Row,
+    Rules,
+    Tombstone,
+    collapse,
+    keys_of,
+    marks_of,
+    rounds,
+    runs,
+)
 from .errors import BadRow, origin
 from .plan import Plan, Prepared
-from .statements import Conflict, by_key, counts_each, merge, rank
+from .statements import Conflict, by_key, counts_each, delete_by_key, merge, rank
 from .table import OnMissing
 
 
@@ -83,17 +96,18 @@ class Upsert:
                 marks = marks_of(looked_at, self._rules)
             else:
                 marks = rank(connection, self._plan, looked_at, self._rules, is_binary=is_binary)
-        is_each_made = self._conflict.add or self._plan.table.notices_changes
-        if is_each_made or (self._rules.keeps_missing and self._rules.newest_by is not None):
+        # Each is a statement, or a delete and one.
+        parts: Sequence[Sequence[int]] = [range(len(looked_at))]
+        if self._plan.table.keeps_order:
+            parts = runs(looked_at, marks.keys)
+        elif self._conflict.add or (self._rules.keeps_missing and self._rules.newest_by is not None):
             # Such changes cannot be made one, as a sum takes each row: a statement for each time that a key comes.
-            parts: Sequence[Sequence[int]] = rounds(marks.keys)
-            steps = [collapse([looked_at[i] for i in p], self._rules, Marks(range(len(p)))) for p in parts]
-        else:
-            parts = [range(len(looked_at))]
-            steps = [collapse(looked_at, self._rules, marks)]
-        for part, step in zip(parts, steps, strict=True):
+            parts = rounds(marks.keys)
+        for part in parts:
+            known = marks if len(parts) == 1 else Marks(range(len(part)))
+            step = collapse([looked_at[i] for i in part], self._rules, known)
             if step.deletes:
-                deleted = by_key("delete_rows", connection, self._key, Prepared(step.deletes, is_binary))
+                deleted = delete_by_key(connection, self._key, Prepared(step.deletes, is_binary))
                 written += len(deleted)
                 self.missed += len(set(range(len(step.deletes))) - deleted - step.follows)
             if self._rules.keeps_missing and (unsure := [row for row in step.rows if UNAVAILABLE in row]):

@@ -17,6 +17,7 @@ from psycopg.pq import TransactionStatus
 from exactly_once._log import about
 from exactly_once.errors import ConfigurationError
 from exactly_once.kafka.kinds import check_choice
+from exactly_once.ledger.outcome import NOT_GRANTED, is_kept_out
 from exactly_once.ledger.session import Connection
 
 from .changes import Merge, Row
@@ -36,12 +37,11 @@ SMALL_BATCH = 500
 # Their keys, members or letters would be taken for values.
 _NO_ROWS = (Mapping, Set, str, bytes)
 # 54: a value that no index takes, or JSON that is too deep.
-_BAD_DATA = ("22", "23", "54", "P0001", "44000")
+_REFUSED_BY_CHECK = "44000"
+_BAD_DATA = ("22", "23", "54", "P0001", _REFUSED_BY_CHECK)
 _STALE = ("42", "22P03", "0A000")
 # No operator, or more than one: a column of date or of text has no sums.
 _NO_OPERATOR = ("42883", "42725")
-# The state of a missing grant is also that of a row that a policy refuses, which only this function of the server says.
-_NOT_GRANTED, _CHECKS_POLICIES, _KEPT_OUT = "42501", "ExecWithCheckOptions", "44000"
 _RIGHTS = {"append": "INSERT", "insert-ignore": "SELECT, INSERT", "upsert": "SELECT, INSERT, UPDATE, DELETE"}
 # What the readers of some types raise for a value: ltree 42601, regclass 0A000. A COPY names its column then.
 _OF_READERS = ("42", "0A", "08P01")
@@ -259,7 +259,7 @@ class TableWriter:
         except psycopg.Error as error:
             explained = self._explained(error, plan, rows, origins)
             self._doubt(explained)
-            is_settled = (error.sqlstate or "22").startswith((*_BAD_DATA, _NOT_GRANTED))
+            is_settled = (error.sqlstate or "22").startswith((*_BAD_DATA, NOT_GRANTED))
             is_ours = isinstance(explained, BadRow) and not is_settled
             raise explained from UnreadableValue(str(error)) if is_ours else error
         except BadRow as error:
@@ -314,8 +314,9 @@ class TableWriter:
 
     def _not_granted(self, error: psycopg.Error, table: object) -> TableError:
         return TableError(
-            f"{error.diag.message_primary}: to write to {table} in mode {self.mode} a role needs {_RIGHTS[self.mode]} on "
-            "the table, of which grants on single columns are not enough, as it is locked, and USAGE on its schema"
+            f"{error.diag.message_primary}: to write to {table} in mode {self.mode} a role needs "
+            f"{_RIGHTS[self.mode]} on the table, of which grants on single columns are not enough, as it is locked, and "
+            "USAGE on its schema"
         )
 
     def _explained(
@@ -327,12 +328,14 @@ class TableWriter:
         if not state:  # not from the server: the connection is lost, or the driver cannot dump something
             return plan.find_bad(rows, origins) or error
         found = _COPY_CONTEXT.search(error.diag.context or "")
-        reads_value = found is not None and found[2] is not None and state.startswith(_OF_READERS) and state != _NOT_GRANTED
+        reads_value = (
+            found is not None and found[2] is not None and state.startswith(_OF_READERS) and state != NOT_GRANTED
+        )
         if self._add and state in _NO_OPERATOR and not (reads_value or error.diag.context):
             return TableError(f"{plan.table}: add={list(self._add)} cannot be: {error.diag.message_primary}")
-        if state == _NOT_GRANTED and error.diag.source_function == _CHECKS_POLICIES:
-            state = _KEPT_OUT
-        elif state == _NOT_GRANTED:  # or what a trigger does is not granted, which its context tells
+        if is_kept_out(error):
+            state = _REFUSED_BY_CHECK
+        elif state == NOT_GRANTED:  # or what a trigger does is not granted, which its context tells
             return error if error.diag.context else self._not_granted(error, plan.table)
         if not reads_value and state.startswith(_STALE):
             self._table, self._stages = None, True

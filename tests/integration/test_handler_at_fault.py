@@ -276,10 +276,34 @@ def test_two_messages_of_one_key_in_an_upsert_are_applied_one_after_the_other(sc
 
 @pytest.mark.parametrize("state", ["42501", "0A000", "28000", "55000", "HV000"])
 def test_a_doubtful_error_of_some_messages_is_their_fault(scene: Scene, state: str) -> None:
-    """A policy that refuses a row, a value that is no query: it vanishes with fewer messages."""
+    """A grant that one of several tables lacks, a value that is no query: it vanishes with fewer messages."""
     run(scene.consumer(), failing(RAISE.format(state), 3, 4, 7), on_poison="dead-letter")
     assert dead(scene) == [3, 4, 7]
     assert scene.applied() == [n for n in range(20) if n not in (3, 4, 7)]
+
+
+def test_a_row_that_a_policy_refuses_is_the_messages_fault_whatever_others_meet(scene: Scene, name: str) -> None:
+    """It has the state of a missing grant, which nobody's message mends."""
+    table = scene.table("n int")
+    with psycopg.connect(scene.conninfo, autocommit=True) as connection:
+        connection.execute(f"ALTER TABLE {table} ENABLE ROW LEVEL SECURITY")
+        connection.execute(f"CREATE POLICY p ON {table} WITH CHECK (n > 7)")
+        connection.execute(f"CREATE ROLE {name}_r; GRANT INSERT ON {table} TO {name}_r")
+
+    def handler(unit: Unit) -> None:
+        unit.execute(f"SET LOCAL ROLE {name}_r".encode())
+        unit.execute(f"INSERT INTO {table} VALUES (%s)".encode(), [offsets(unit)[0]])
+        unit.execute("RESET ROLE")
+        record(unit, "test")
+
+    try:
+        run(scene.consumer(max_messages=1), handler, on_poison="dead-letter")
+        assert dead(scene) == list(range(8))
+        assert {letter.sqlstate for letter in letters(scene)} == {"42501"}
+        assert scene.applied() == list(range(8, 20))
+    finally:
+        with psycopg.connect(scene.conninfo, autocommit=True) as connection:
+            connection.execute(f"DROP OWNED BY {name}_r; DROP ROLE {name}_r")
 
 
 def test_class_42_of_the_first_messages_is_their_fault_once_another_is_applied(scene: Scene) -> None:

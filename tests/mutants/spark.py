@@ -210,8 +210,7 @@ SPARK = (
             "claim-stays",
             "a row that is set aside has claimed its event: loses the next one of it",
             """\
-                with savepoint:
-                    # In the savepoint: what cannot be stored has claimed nothing.
+                with self.unit.connection.transaction():  # what cannot be stored has claimed nothing
                     if part.options.claim is not None:
                         with naming(some):
                             kept = self._first(some, part.options.claim, number)
@@ -220,7 +219,7 @@ SPARK = (
                 if part.options.claim is not None:
                     with naming(some):
                         kept = self._first(some, part.options.claim, number)
-                with savepoint:
+                with self.unit.connection.transaction():
 """,
         ),
         (

@@ -135,6 +135,65 @@ def test_a_trigger_sees_each_change_of_a_batch(
     db.execute(f"DROP TABLE {table}, {table}_seen; DROP FUNCTION {table}_note CASCADE")
 
 
+KEY_IN_LOWER_CASE = "BEGIN NEW.k = lower(NEW.k); RETURN NEW; END"
+ONE_OF_A_KIND = "BEGIN DELETE FROM {0} WHERE v = NEW.v AND k <> NEW.k; RETURN NEW; END"
+CHILDREN = "ADD parent text REFERENCES {0} ON DELETE CASCADE"
+GRANDCHILDREN = """
+    CREATE TABLE {0}_child (k text PRIMARY KEY REFERENCES {0} ON DELETE CASCADE);
+    INSERT INTO {0}_child VALUES ('a');
+    ALTER TABLE {0} ADD parent text REFERENCES {0}_child ON DELETE CASCADE"""
+
+
+@pytest.mark.parametrize("small_batch", [500, 0])
+@pytest.mark.parametrize(
+    ("ddl", "trigger", "mode", "changes"),
+    [
+        ("", KEY_IN_LOWER_CASE, "insert-ignore", [("bob", 1), ("BOB", 2)]),
+        ("", ONE_OF_A_KIND, "upsert", [("b", 1), ("a", 1)]),
+        ("", ONE_OF_A_KIND, "upsert", [("b", 1), ("a", 2), Tombstone(("a",)), ("c", 1)]),
+        (f"ALTER TABLE {{0}} {CHILDREN}", "", "upsert", [("z", 0, "a"), Tombstone(("a",)), ("a", 2, None)]),
+        (GRANDCHILDREN, "", "upsert", [("z", 0, "a"), Tombstone(("a",)), ("a", 2, None)]),
+    ],
+    ids=["key that a trigger changes", "trigger at others", "with deletes", "foreign key", "foreign keys in a ring"],
+)
+def test_changes_of_several_keys_are_made_in_their_order_where_rows_have_to_do_with_each_other(  # noqa: PLR0917
+    ddl: str, trigger: str, mode: Any, changes: list[Any], small_batch: int, work: Connection, make_table: MakeTable
+) -> None:
+    found = []
+    for batches in ([[change] for change in changes], [changes]):
+        table = make_table("(k text PRIMARY KEY, v int)")
+        work.execute(f"INSERT INTO {table} VALUES ('a', 1)")
+        work.execute(ddl.format(table))
+        if trigger:
+            body = trigger.format(table)
+            work.execute(f"CREATE FUNCTION pg_temp.{table}() RETURNS trigger LANGUAGE plpgsql AS '{body}'")
+            made = f"CREATE TRIGGER t BEFORE INSERT OR UPDATE ON {table} FOR EACH ROW"
+            work.execute(f"{made} EXECUTE FUNCTION pg_temp.{table}()")
+        writer = TableWriter(table, mode=mode, small_batch=small_batch)
+        for batch in batches:
+            writer.write(work, batch)
+        found.append(rows_of(work, table))
+        work.rollback()
+    assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("kind", ["INSTEAD", "ALSO"])
+def test_a_rule_for_deletes_does_what_it_says(
+    kind: str, work: Connection, make_table: MakeTable, db: Connection
+) -> None:
+    """As one that marks rows in place of deleting them; one that comes between two batches is minded as well."""
+    table = make_table("(k int PRIMARY KEY, v int, deleted bool DEFAULT false)")
+    writer = TableWriter(table, mode="upsert", columns=["k", "v"])
+    assert writer.write(work, [(1, 1), (2, 2), (3, 3), Tombstone((3,))]) == 2
+    work.commit()
+    act = f"UPDATE {table} SET deleted = true WHERE k = OLD.k + {int(kind == 'ALSO')}"
+    db.execute(f"CREATE RULE mark AS ON DELETE TO {table} DO {kind} {act}")
+    writer.write(work, [Tombstone((1,)), Tombstone((7,))])
+    rows = {"INSTEAD": [(1, 1, True), (2, 2, False)], "ALSO": [(2, 2, True)]}
+    assert sorted(rows_of(work, table)) == rows[kind]
+    assert writer.missed_deletes == 1
+
+
 @pytest.mark.parametrize("small_batch", [500, 0])
 def test_a_field_of_a_row_that_is_too_old_does_not_come_in_with_a_newer_one(small_batch: int, work: Connection) -> None:
     options = {"missing": "keep", "newest_by": "version", "small_batch": small_batch}

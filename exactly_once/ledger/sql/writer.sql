@@ -4,24 +4,33 @@
 -- Find a table by its name as SQL would, and what COPY and INSERT need to know of it. ON CONFLICT minds rules for INSERT
 -- (3) that fire, and those for UPDATE (2) though they be disabled. A delete takes rows of inheriting tables, too. Of triggers
 -- (1 for each row, 4 at INSERT, 8 at DELETE, 16 at UPDATE) those of foreign keys are internal, and one for each statement
--- sees rows in transition tables only. The row is there without a table, too, with the part of its name that Postgres
+-- sees rows in transition tables only. Rows follow one of the table, as those do that are deleted with it, through any number of
+-- foreign keys, and these rows may be its own. The row is there without a table, too, with the part of its name that Postgres
 -- would cut, as it does without a word.
+WITH RECURSIVE fires AS (
+    SELECT ev_type FROM pg_rewrite
+    WHERE ev_class = to_regclass(%(name)s) AND (ev_type = '2' OR ev_enabled IN (
+        'A', CASE current_setting('session_replication_role') WHEN 'replica' THEN 'R' ELSE 'O' END))),
+follows (oid) AS (
+    SELECT conrelid FROM pg_constraint
+    WHERE contype = 'f' AND confrelid = to_regclass(%(name)s) AND concat(confupdtype, confdeltype) ~ '[cnd]'
+    UNION SELECT f.conrelid FROM follows JOIN pg_constraint f ON f.contype = 'f' AND f.confrelid = follows.oid
+    WHERE concat(f.confupdtype, f.confdeltype) ~ '[cnd]')
 SELECT (SELECT part FROM unnest(parse_ident(%(name)s)) AS part WHERE part <> part::name::text LIMIT 1) AS cut,
        c.oid, c.relkind IN ('r', 'p', 'f') AS is_writable, n.nspname AS schema, c.relname AS name,
        c.relkind = 'f' AS is_foreign,
        EXISTS (SELECT FROM pg_class p WHERE p.relpersistence = 'u'
                  AND (p.oid = c.oid OR p.oid IN (SELECT relid FROM pg_partition_tree(c.oid)))) AS is_unlogged,
        row_security_active(c.oid) AS has_row_security, current_setting('array_nulls')::bool AS reads_nulls,
-       EXISTS (SELECT FROM pg_rewrite
-               WHERE ev_class = c.oid AND (ev_type = '2' OR ev_type = '3' AND ev_enabled IN (
-                   'A', CASE current_setting('session_replication_role') WHEN 'replica' THEN 'R' ELSE 'O' END)))
-         AS has_rules,
+       EXISTS (SELECT FROM fires WHERE ev_type IN ('2', '3')) AS has_rules,
+       EXISTS (SELECT FROM fires WHERE ev_type = '4') AS has_delete_rules,
        EXISTS (SELECT FROM pg_trigger t WHERE t.tgtype & 8 <> 0
                  AND (t.tgrelid = c.oid OR t.tgrelid IN (SELECT relid FROM pg_partition_tree(c.oid))))
          OR EXISTS (SELECT FROM pg_inherits WHERE inhparent = c.oid AND c.relkind <> 'p') AS notices_deletes,
-       EXISTS (SELECT FROM pg_trigger t WHERE NOT t.tgisinternal AND t.tgenabled <> 'D' AND t.tgtype & 28 <> 0
-                 AND (t.tgtype & 1 <> 0 OR t.tgoldtable IS NOT NULL OR t.tgnewtable IS NOT NULL)
-                 AND (t.tgrelid = c.oid OR t.tgrelid IN (SELECT relid FROM pg_partition_tree(c.oid)))) AS notices_changes
+       c.oid IN (SELECT oid FROM follows) OR EXISTS (
+           SELECT FROM pg_trigger t WHERE NOT t.tgisinternal AND t.tgenabled <> 'D' AND t.tgtype & 28 <> 0
+             AND (t.tgtype & 1 <> 0 OR t.tgoldtable IS NOT NULL OR t.tgnewtable IS NOT NULL)
+             AND (t.tgrelid = c.oid OR t.tgrelid IN (SELECT relid FROM pg_partition_tree(c.oid)))) AS keeps_order
 FROM (SELECT to_regclass(%(name)s)) AS named (oid)
      LEFT JOIN pg_class c USING (oid) LEFT JOIN pg_namespace n ON n.oid = c.relnamespace
 
@@ -109,7 +118,8 @@ SELECT concat_ws(', ', (
     CASE WHEN c.relhasindex THEN ARRAY(SELECT concat(indexrelid, indisprimary, indisvalid) FROM pg_index
                                        WHERE indrelid = c.oid AND indisunique ORDER BY indexrelid) END,
     CASE WHEN c.relhastriggers OR c.relkind = 'p' THEN (
-        SELECT string_agg(DISTINCT concat(tgtype, tgenabled, tgisinternal, tgoldtable, tgnewtable), ' ') FROM pg_trigger
+        SELECT concat_ws(' ', count(*), string_agg(DISTINCT concat_ws(',', tgtype, tgenabled, tgisinternal, tgfoid,
+                                                                      tgoldtable, tgnewtable), ' ')) FROM pg_trigger
         WHERE tgrelid IN (SELECT c.oid UNION ALL
                           SELECT relid FROM pg_partition_tree(CASE c.relkind WHEN 'p' THEN c.oid END))) END)
 FROM pg_class c WHERE c.oid = to_regclass({qualified})
@@ -151,6 +161,10 @@ WITH doomed AS (
     FROM {table} t JOIN {source} AS s ON {same}
     {lock})
 DELETE FROM {table} t USING doomed AS s WHERE {same} RETURNING s.ordinal
+
+-- name: delete_found
+-- Delete rows that are found and locked; rules for DELETE rewrite no WITH and no RETURNING.
+DELETE FROM {table} t USING {source} AS s WHERE {same}
 
 -- name: find_rows
 -- Tell which keys have a row; the lock keeps it until the transaction ends.
