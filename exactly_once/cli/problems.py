@@ -32,7 +32,7 @@ _HINTS = {
         "`exactly-once migrate --sql --role NAME`, with the same --schema, prints a worker's grants on the ledger; to "
         "drop or replay dead letters, also by reset, be the owner of the schema; tables of your own need GRANT INSERT, "
         "those that are changed by key SELECT, UPDATE and DELETE, too, and TEMPORARY ON DATABASE, and making one USAGE "
-        "and CREATE ON SCHEMA; with row-level security a policy must allow each row"
+        "and CREATE ON SCHEMA; sequences of their defaults need USAGE, and functions EXECUTE"
     ),
     "LockNotAvailable": "a unit of work, perhaps of a process that stands still, holds the rows: try again",
     "QueryCanceled": (

@@ -16,9 +16,16 @@ from confluent_kafka import Message
 
 from exactly_once._log import about, named, text_of
 from exactly_once._model import Partition
-from exactly_once.errors import PoisonMessage, Redelivered, SchemaTooOld, TransactionAborted
+from exactly_once.errors import PoisonMessage, Redelivered, TransactionAborted
 from exactly_once.ledger.dead_letters import DeadLetterLimit, enforce
-from exactly_once.ledger.outcome import IN_FAILED_TRANSACTION, Fault, attribute_of, may_be_data, sqlstate_of
+from exactly_once.ledger.outcome import (
+    IN_FAILED_TRANSACTION,
+    Fault,
+    attribute_of,
+    may_be_data,
+    own_error,
+    sqlstate_of,
+)
 from exactly_once.ledger.retry import Stop
 
 from .bisection import Bisection
@@ -361,7 +368,7 @@ def stopping_on_signals(stop: Callable[[], None], stop_seconds: float) -> Iterat
 
 def _is_doubtful(unit: Unit, error: Exception) -> bool:
     """Tell whether an error may be one message's own, or one that every message meets."""
-    return unit.fault is Fault.OTHER and may_be_data(error) and not isinstance(error, SchemaTooOld)
+    return unit.fault is Fault.OTHER and may_be_data(error) and own_error(error) is None
 
 
 def _place_of(unit: Unit, index: int = 0) -> tuple[Partition, int]:

@@ -315,8 +315,8 @@ class TableWriter:
     def _not_granted(self, error: psycopg.Error, table: object) -> TableError:
         return TableError(
             f"{error.diag.message_primary}: to write to {table} in mode {self.mode} a role needs "
-            f"{_RIGHTS[self.mode]} on the table, of which grants on single columns are not enough, as it is locked, and "
-            "USAGE on its schema"
+            f"{_RIGHTS[self.mode]} on the table, and USAGE on its schema; grants on single columns are not enough, as "
+            "the table is locked"
         )
 
     def _explained(
@@ -335,8 +335,9 @@ class TableWriter:
             return TableError(f"{plan.table}: add={list(self._add)} cannot be: {error.diag.message_primary}")
         if is_kept_out(error):
             state = _REFUSED_BY_CHECK
-        elif state == NOT_GRANTED:  # or what a trigger does is not granted, which its context tells
-            return error if error.diag.context else self._not_granted(error, plan.table)
+        elif state == NOT_GRANTED:  # of the table, or of what a default, a check or a trigger of it uses
+            is_tables = (error.diag.message_primary or "").endswith(f" {plan.table.name}") and not error.diag.context
+            return self._not_granted(error, plan.table) if is_tables else error
         if not reads_value and state.startswith(_STALE):
             self._table, self._stages = None, True
             if not is_settled:

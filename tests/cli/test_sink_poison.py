@@ -189,3 +189,22 @@ def test_a_port_for_metrics_that_is_taken_is_named(
         result = operate("sink", "--topic", source, "--table", source, *options)
     assert result.code == 1
     assert f"error: --metrics-port {port} at --metrics-host 127.0.0.1: Address already in use; say" in result.err
+
+
+def test_a_grant_that_only_tombstones_need_stops_the_sink(  # noqa: PLR0917 - fixtures
+    command: Command, bootstrap_servers: str, conninfo: str, source: str, db: Database, no_superuser: str
+) -> None:
+    """A dead letter would leave the row that its source has deleted; with the grant the same run goes on."""
+    db.execute(f"REVOKE pg_write_all_data FROM {no_superuser}; CREATE TABLE {source} (id int PRIMARY KEY)")
+    db.execute(f"GRANT SELECT, INSERT, UPDATE ON {source} TO {no_superuser}")
+    send(bootstrap_servers, source, [*((str(n), {"id": n}) for n in range(20)), ("3", None)], 1)
+    where = ["--topic", source, "--table", source, "--until-end", "--bootstrap-servers", bootstrap_servers]
+    where += ["--group-id", source, "--conninfo", make_conninfo(conninfo, options=f"-c role={no_superuser}")]
+    options = ["--mode", "upsert", "--on-poison", "dead-letter"]
+    stopped = command("sink", *where, *options)
+    assert stopped.code == 1
+    assert "in mode upsert a role needs SELECT, INSERT, UPDATE, DELETE" in stopped.err
+    db.execute(f"GRANT DELETE ON {source} TO {no_superuser}")
+    result = command("sink", *where, *options)
+    assert result.code == 0, result.err
+    assert rows(db, source, "id") == [(n,) for n in range(20) if n != 3]

@@ -473,11 +473,20 @@ def test_what_a_role_needs_to_write_is_told(
     with pytest.raises(TableError, match=r"^permission denied for (?:schema|table) ") as caught:
         writer.write(work, rows)
     work.execute("ROLLBACK TO s")
-    needed = re.search(rf"in mode {mode} a role needs ([A-Z, ]+) on the table.* and USAGE on its", str(caught.value))
+    needed = re.search(rf"in mode {mode} a role needs ([A-Z, ]+) on the table, and USAGE on its", str(caught.value))
     assert needed
     work.execute(f"GRANT USAGE ON SCHEMA {name} TO {name}; GRANT {needed[1]} ON {name}.t TO {name}")
     work.execute(f"SET LOCAL ROLE {name}")
     assert writer.write(work, rows) == 2
+
+
+def test_of_what_a_default_uses_postgres_says_what_is_not_granted(
+    work: Connection, make_table: MakeTable, name: str
+) -> None:
+    table = make_table("(id int PRIMARY KEY, number serial)")
+    work.execute(f"CREATE ROLE {name}; GRANT ALL ON {table} TO {name}; SET LOCAL ROLE {name}")
+    with pytest.raises(psycopg.errors.InsufficientPrivilege, match=f"for sequence {table}_number_seq"):
+        TableWriter(table, columns=["id"]).write(work, [(1,)])
 
 
 def test_a_role_that_may_make_no_temporary_table_is_told(work: Connection, make_table: MakeTable, name: str) -> None:
