@@ -137,6 +137,8 @@ class SequenceLog:
             starts = starts_since(self.kafka, lows, self.since)
             trimmed = {p for p in trimmed if starts[p] <= lows[p]}
             starts = {p: max(low, starts[p]) for p, low in lows.items()}
+        elif starts is not None:
+            starts = self._after_removed(starts, lows)
         # All of it is read, also what is no message: the ends of transactions.
         self.positions = {p: high for p, (_, high) in ranges.items()}
         seen_in: set[Partition] = set()
@@ -160,6 +162,25 @@ class SequenceLog:
         self.sequences.load(persisted, beyond)
         self.save()
         return count
+
+    def _after_removed(self, starts: Mapping[Partition, int], lows: Mapping[Partition, int]) -> dict[Partition, int]:
+        """Return where to read on behind a snapshot.
+
+        :raises TailLost: where retention has removed messages behind it, unless that is accepted.
+        """
+        begin = {p: starts.get(p, 0) for p in lows}
+        removed = [f"{p} offsets {start} to {lows[p] - 1}" for p, start in begin.items() if start < lows[p]]
+        if removed and not self.accept_trimmed:
+            raise TailLost(
+                f"retention has removed what stood behind the snapshot of producer {self.producer!r}: "
+                f"{', '.join(removed)}. Whether some were its own cannot be told; accept_trimmed=True goes on with what "
+                "the snapshot knows, and takes them for messages of others"
+            )
+        if removed:
+            said = "of producer %r nothing is taken to have been among the messages that retention has removed: %s"
+            extra = about("removed_accepted") | {"topic": self.topic, "producer": self.producer}
+            logger.warning(said, self.producer, ", ".join(removed), extra=extra)
+        return {p: max(start, lows[p]) for p, start in begin.items()}
 
     def has_another_writer(self, own: Collection[tuple[int | None, int | None]]) -> bool:
         """Tell whether the log has a number of this producer that it did not put there, at none of its own places.

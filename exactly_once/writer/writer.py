@@ -42,7 +42,11 @@ _BAD_DATA = ("22", "23", "54", "P0001", _REFUSED_BY_CHECK)
 _STALE = ("42", "22P03", "0A000")
 # No operator, or more than one: a column of date or of text has no sums.
 _NO_OPERATOR = ("42883", "42725")
-_RIGHTS = {"append": "INSERT", "insert-ignore": "SELECT, INSERT", "upsert": "SELECT, INSERT, UPDATE, DELETE"}
+_RIGHTS: Mapping[Mode, Sequence[str]] = {
+    "append": ["INSERT"],
+    "insert-ignore": ["SELECT", "INSERT"],
+    "upsert": ["SELECT", "INSERT", "UPDATE", "DELETE"],
+}
 # What the readers of some types raise for a value: ltree 42601, regclass 0A000. A COPY names its column then.
 _OF_READERS = ("42", "0A", "08P01")
 # Where Postgres says that it was; the words for line and column may be in any language.
@@ -315,8 +319,8 @@ class TableWriter:
     def _not_granted(self, error: psycopg.Error, table: object) -> TableError:
         return TableError(
             f"{error.diag.message_primary}: to write to {table} in mode {self.mode} a role needs "
-            f"{_RIGHTS[self.mode]} on the table, and USAGE on its schema; grants on single columns are not enough, as "
-            "the table is locked"
+            f"{', '.join(_RIGHTS[self.mode])} on the table, and USAGE on its schema; grants on single columns are not "
+            "enough, as the table is locked"
         )
 
     def _explained(

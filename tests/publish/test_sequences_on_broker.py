@@ -330,7 +330,7 @@ def test_retention_past_the_snapshot_is_refused(make: Make, bootstrap_servers: s
     send(make(), topic, *range(6, 30))
     delete_all(bootstrap_servers, topic)
     store.save(data)
-    with pytest.raises(TailLost, match="log starts at"):
+    with pytest.raises(TailLost, match=r"behind the snapshot of producer .* offsets \d+ to \d+"):
         make(snapshots=lambda _: store).last_sequence_id(topic)
 
 
@@ -351,6 +351,24 @@ def test_retention_that_has_removed_what_is_known_is_no_matter(
     idle.close()
     delete_all(bootstrap_servers, topic)
     assert make(snapshots=tmp_path, transactions=transactions).last_sequence_id(topic) == 29
+
+
+def test_what_others_lost_behind_a_snapshot_may_be_accepted(
+    make: Make, bootstrap_servers: str, topic: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A weekly job beside other producers, of a topic that keeps less than a week."""
+    producer = make(snapshots=tmp_path)
+    send(producer, topic, *range(10))
+    producer.close()
+    send(make(producer_name="other"), topic, *range(30))
+    delete_all(bootstrap_servers, topic)
+    with pytest.raises(TailLost, match="accept_trimmed=True goes on with what the snapshot knows"):
+        make(snapshots=tmp_path).last_sequence_id(topic)
+    accepting = make(snapshots=tmp_path, accept_trimmed=True)
+    assert accepting.last_sequence_id(topic) == 9
+    assert "nothing is taken to have been among the messages that retention has removed" in caplog.text
+    accepting.close()
+    assert make(snapshots=tmp_path).last_sequence_id(topic) == 9, "once is enough"
 
 
 def test_what_is_in_doubt_behind_a_transaction_that_has_just_ended_is_looked_for(make: Make, topic: str) -> None:
