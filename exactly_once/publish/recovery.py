@@ -109,9 +109,14 @@ class SequenceLog:
 
         :raises SnapshotCorrupted: when the snapshot cannot be trusted, or is one of something else.
         :raises TailLost: when retention has removed messages that would have to be read.
-        :raises ConfigurationError: when the topic is compacted.
+        :raises ConfigurationError: when the topic is compacted, or that cannot be read.
         """
         self._log = describe(self.kafka, self.topic)
+        if self._log.is_compacted is None:
+            raise ConfigurationError(
+                f"whether {self.topic!r} is compacted cannot be read, and numbers of a compacted topic would be sent "
+                "again: grant DescribeConfigs on the topic to this principal"
+            )
         if self._log.is_compacted:
             raise ConfigurationError(
                 f"{self.topic!r} is compacted: a number whose message was cleaned away cannot be told from one that "
@@ -173,8 +178,8 @@ class SequenceLog:
         if removed and not self.accept_trimmed:
             raise TailLost(
                 f"retention has removed what stood behind the snapshot of producer {self.producer!r}: "
-                f"{', '.join(removed)}. Whether some were its own cannot be told; accept_trimmed=True goes on with what "
-                "the snapshot knows, and takes them for messages of others"
+                f"{', '.join(removed)}. Whether some were its own cannot be told; accept_trimmed=True goes on with "
+                "what the snapshot knows, and takes them for messages of others"
             )
         if removed:
             said = "of producer %r nothing is taken to have been among the messages that retention has removed: %s"

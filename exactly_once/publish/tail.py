@@ -52,7 +52,8 @@ class Log(NamedTuple):
 
     cluster_id: str | None
     topic_id: str | None
-    is_compacted: bool
+    is_compacted: bool | None
+    """None where the principal may not read that."""
     replicas: int
     """Of the partition that has most."""
     lag_seconds: float
@@ -64,8 +65,9 @@ class Log(NamedTuple):
 
     def why_unsure(self, topic_id: str | None = None) -> str | None:
         """Return why a message that its log does not hold may have been there nevertheless; None if it was not."""
-        if self.is_compacted:
-            return "it is compacted: messages were perhaps cleaned away"
+        if self.is_compacted is not False:
+            told = "it is" if self.is_compacted else "whether it is cannot be read, without DescribeConfigs: it may be"
+            return f"{told} compacted: messages were perhaps cleaned away"
         return "it was deleted and made anew" if self.is_another(topic_id) else None
 
 
@@ -91,7 +93,7 @@ def describe(kafka: Mapping[str, Any], topic: str) -> Log:
         return Log(
             cluster_id,
             topic_id,
-            is_compacted="compact" in (policy or ""),
+            is_compacted=None if policy is None else "compact" in policy,
             replicas=max(len(partition.replicas) for partition in partitions),
             lag_seconds=_LAG_SECONDS if lag is None else int(lag) / 1000,
         )
@@ -245,11 +247,14 @@ def _read(
         reached: dict[Partition, int] = {}
         while True:
             for message in client.consume(_BATCH, 0.1):
+                error = message.error()
+                if error is not None and error.code() == KafkaError.GROUP_AUTHORIZATION_FAILED:
+                    continue  # the client looks for the coordinator of its group, of which nothing is needed
+                if error is not None and error.code() != KafkaError._PARTITION_EOF:
+                    hint = " (grant READ on the topic)" if error.code() in _NOT_ALLOWED else ""
+                    raise BrokerUnreachable(f"{next(iter(begin)).topic!r} cannot be read: {error.str()}{hint}")
                 seen_at = time.monotonic()
                 partition = Partition.of(message)
-                error = message.error()
-                if error is not None and error.code() != KafkaError._PARTITION_EOF:
-                    raise KafkaException(error)
                 position = (message.offset() or 0) + (error is None)
                 reached[partition] = position
                 if error is None and partition in todo and position <= todo[partition]:

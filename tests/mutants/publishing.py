@@ -547,8 +547,24 @@ PUBLISHING = (
         (
             "compacted-absent",
             "what a compacted topic does not hold was not there: doubles",
-            "        if self.is_compacted:\n",
+            "        if self.is_compacted is not False:\n",
             "        if False:\n",
+        ),
+    ),
+    *each(
+        "exactly_once/publish/tail.py",
+        ("tests/publish/test_rights.py",),
+        (
+            "policy-unread",
+            "a topic of which nobody may tell whether it is compacted counts as one that is not: doubles",
+            "None if policy is None else",
+            "False if policy is None else",
+        ),
+        (
+            "group-right",
+            "who may not use the group that the client names reads nothing",
+            "error.code() == KafkaError.GROUP_AUTHORIZATION_FAILED",
+            "False",
         ),
     ),
     *each(
