@@ -12,6 +12,7 @@ from dataclasses import dataclass, fields
 from datetime import datetime
 from typing import Any, Literal
 
+import psycopg
 from confluent_kafka import TIMESTAMP_NOT_AVAILABLE, Message
 from psycopg import sql
 from psycopg.rows import class_row
@@ -21,6 +22,7 @@ from exactly_once._log import about, text_of
 from exactly_once._model import Advance, Partition
 from exactly_once.errors import ConfigurationError, TooManyDeadLetters
 
+from .commands import grants_hint
 from .outcome import sqlstate_of
 from .session import Connection, cursor_on, execute, last_row, storable
 from .sql import query
@@ -148,7 +150,7 @@ def store(
     def text(value: str) -> str:
         return storable(value, connection)
 
-    cursor = execute(
+    cursor = _granted(
         connection,
         schema,
         "dead_letter",
@@ -180,12 +182,21 @@ def store(
     return not is_there
 
 
+def _granted(connection: Connection, schema: str, name: str, /, **values: Any) -> psycopg.Cursor[tuple[Any, ...]]:
+    """Execute a statement of the library, and say what is to be granted where it is refused."""
+    try:
+        return execute(connection, schema, name, **values)
+    except psycopg.errors.InsufficientPrivilege as error:
+        error.add_note(f"a dead letter could not be stored. {grants_hint(schema)}")
+        raise
+
+
 def enforce(limit: DeadLetterLimit, connection: Connection, message: Message, *, schema: str, group_id: str) -> None:
     """Count what is dead, that message included.
 
     :raises TooManyDeadLetters: when it is more than the limit allows.
     """
-    cursor = execute(
+    cursor = _granted(
         connection,
         schema,
         "count_dead_letters",

@@ -180,7 +180,10 @@ def _advice(column: Column, raw: bytes, reading: Reading) -> str:
         return f"jsonb takes it: {_alter(column, 'jsonb', 'to_jsonb')}" if column.element is None else ""
     if (is_text or is_number) and name == "bool":
         takes = "" if reading.lax else 'lax = true takes 1, 0, "true", "false", "t" and "f"; '
-        return f"{takes}jsonb takes all: {_alter(column, 'jsonb', 'to_jsonb')}"
+        # Of CSV, say, a column of JSON takes what is JSON only.
+        is_plain = is_text and reading.lax
+        other = _alter(column, "text") if is_plain else _alter(column, "jsonb", "to_jsonb")
+        return f"{takes}{'text takes it' if is_plain else 'jsonb takes all'}: {other}"
     if is_text and name == "bytea" and _HEXADECIMAL.fullmatch(raw):
         return f'binary = {{ {column.name} = "hex" }} takes hexadecimal'
     if is_text and name in FLOATS and not reading.lax:

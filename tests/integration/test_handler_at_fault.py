@@ -306,6 +306,23 @@ def test_a_row_that_a_policy_refuses_is_the_messages_fault_whatever_others_meet(
             connection.execute(f"DROP OWNED BY {name}_r; DROP ROLE {name}_r")
 
 
+def test_what_a_role_needs_to_store_a_dead_letter_is_told(scene: Scene, name: str) -> None:
+    with psycopg.connect(scene.conninfo, autocommit=True) as connection:
+        connection.execute(f"CREATE ROLE {name}_r; GRANT USAGE ON SCHEMA exactly_once TO {name}_r")
+
+    def handler(unit: Unit) -> None:
+        unit.execute(f"SET LOCAL ROLE {name}_r".encode())
+        unit.dead_letter(unit.messages[0], "bad")
+
+    try:
+        with pytest.raises(psycopg.errors.InsufficientPrivilege) as raised:
+            run(scene.consumer(), handler)
+        assert any("migrate --schema exactly_once --role NAME" in note for note in raised.value.__notes__)
+    finally:
+        with psycopg.connect(scene.conninfo, autocommit=True) as connection:
+            connection.execute(f"DROP OWNED BY {name}_r; DROP ROLE {name}_r")
+
+
 def test_class_42_of_the_first_messages_is_their_fault_once_another_is_applied(scene: Scene) -> None:
     run(scene.consumer(), failing(RAISE.format("42501"), 0, 1, 10, 19), on_poison="dead-letter")
     assert dead(scene) == [0, 1, 10, 19]

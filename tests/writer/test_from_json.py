@@ -330,6 +330,12 @@ def test_what_is_advised_for_a_boolean_takes_its_other_values_too(text: str) -> 
         assert rows(JsonDecoder(), table(a="jsonb"), f'{{"a":{value}}}'.encode()) == [(value.encode(),)]
 
 
+def test_text_is_advised_where_booleans_come_in_text() -> None:
+    """As in CSV, of which jsonb would take JSON only."""
+    with pytest.raises(BadRow, match=r'"yes".*; text takes it: ALTER .* TYPE text'):
+        rows(JsonDecoder(lax=True), table(a="bool"), b'{"a":"yes"}')
+
+
 def test_headers_need_a_column_for_json() -> None:
     with pytest.raises(TableError, match="json or jsonb"):
         rows(JsonDecoder(metadata={"h": "headers"}), table(a="int4", h="text"))
