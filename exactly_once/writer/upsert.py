@@ -104,8 +104,10 @@ class Upsert:
             # Such changes cannot be made one, as a sum takes each row: a statement for each time that a key comes.
             parts = rounds(marks.keys)
         for part in parts:
-            known = marks if len(parts) == 1 else Marks(range(len(part)))
-            step = collapse([looked_at[i] for i in part], self._rules, known)
+            if len(parts) == 1:
+                step = collapse(looked_at, self._rules, marks)
+            else:
+                step = collapse([looked_at[i] for i in part], self._rules, Marks(range(len(part))))
             if step.deletes:
                 deleted = delete_by_key(connection, self._key, Prepared(step.deletes, is_binary))
                 written += len(deleted)

@@ -36,12 +36,13 @@ SMALL_BATCH = 500
 
 # Their keys, members or letters would be taken for values.
 _NO_ROWS = (Mapping, Set, str, bytes)
-# 54: a value that no index takes, or JSON that is too deep.
 _REFUSED_BY_CHECK = "44000"
+# 54: a value that no index takes, or JSON that is too deep.
 _BAD_DATA = ("22", "23", "54", "P0001", _REFUSED_BY_CHECK)
 _STALE = ("42", "22P03", "0A000")
 # No operator, or more than one: a column of date or of text has no sums.
 _NO_OPERATOR = ("42883", "42725")
+# What a role needs for each, as GRANT names it.
 _RIGHTS: Mapping[Mode, Sequence[str]] = {
     "append": ["INSERT"],
     "insert-ignore": ["SELECT", "INSERT"],
@@ -263,8 +264,9 @@ class TableWriter:
         except psycopg.Error as error:
             explained = self._explained(error, plan, rows, origins)
             self._doubt(explained)
-            is_settled = (error.sqlstate or "22").startswith((*_BAD_DATA, NOT_GRANTED))
-            is_ours = isinstance(explained, BadRow) and not is_settled
+            # The state of a policy's refusal is kept: whose fault it is :func:`classify` knows.
+            is_known = (error.sqlstate or "22").startswith((*_BAD_DATA, NOT_GRANTED))
+            is_ours = isinstance(explained, BadRow) and not is_known
             raise explained from UnreadableValue(str(error)) if is_ours else error
         except BadRow as error:
             self._doubt(error)
