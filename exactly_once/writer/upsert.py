@@ -104,10 +104,9 @@ class Upsert:
             # Such changes cannot be made one, as a sum takes each row: a statement for each time that a key comes.
             parts = rounds(marks.keys)
         for part in parts:
-            if len(parts) == 1:
-                step = collapse(looked_at, self._rules, marks)
-            else:
-                step = collapse([looked_at[i] for i in part], self._rules, Marks(range(len(part))))
+            is_all = len(parts) == 1
+            some, known = (looked_at, marks) if is_all else ([looked_at[i] for i in part], Marks(range(len(part))))
+            step = collapse(some, self._rules, known)
             if step.deletes:
                 deleted = delete_by_key(connection, self._key, Prepared(step.deletes, is_binary))
                 written += len(deleted)
