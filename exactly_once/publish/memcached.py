@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import secrets
 import threading
+import time
 from collections.abc import Iterable
 from hashlib import blake2b
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
@@ -148,9 +149,17 @@ class SharedSlotFilter(Filter[GivenKey]):
         answers: list[State | None] = [None] * len(places)
         todo = list(range(len(places)))
         with self._lock:
+            began_at = time.monotonic()
             try:
                 while todo:
                     todo = self._pass(change, places, todo, answers)
+                seconds = time.monotonic() - began_at
+                if change == "reserve" and seconds > self.reserved_seconds / 2:  # the rest is for messages in flight
+                    raise FilterUnavailable(
+                        f"memcached took {seconds:.1f} s to reserve {len(places)} keys, over half of lease_seconds="
+                        f"{self.reserved_seconds:g}: others may have the first ones by now. Give it fewer keys at a "
+                        "time, or a longer lease"
+                    )
             except FilterUnavailable as error:
                 if not self._lets_through:
                     # Nobody is told that these are reserved: asked for again, they come back as from a lost answer.

@@ -69,6 +69,9 @@ class Walk:
 def sequences_in(kafka: Mapping[str, Any], topic: str) -> dict[str, tuple[int, dict[int, int]]]:
     """Read a topic; return of each producer there what :meth:`Walk.result` says. For looking, not for recovery."""
     walks: dict[str, Walk] = {}
+    if removed := [f"{p} below offset {low}" for p, (low, _) in sorted(ranges_of(kafka, topic).items()) if low > 0]:
+        said = "retention has removed messages, %s: of producers the rest is shown, and their first numbers look lost"
+        logger.warning(said, ", ".join(removed), extra=about("numbers_removed") | {"topic": topic})
     for message in read_tail(kafka, topic, None):
         sent = sequence_of(headers_of(message))
         if sent is not None:

@@ -17,7 +17,7 @@ from exactly_once.publish import (
 )
 from exactly_once.publish.headers import with_sequence
 from tests.cli.conftest import Command
-from tests.support.topics import create_topic
+from tests.support.topics import create_topic, delete_records
 
 
 def test_the_status_shows_what_filters_hold(
@@ -69,3 +69,17 @@ def test_numbers_are_shown_without_a_database(command: Command, bootstrap_server
     assert (done.code, done.json) == (0, {"sequences": [sequence]})
     assert name in command("publish", "status", "--topic", topic, *where).out
     assert "--conninfo" in command("publish", "status", *where).err
+
+
+def test_numbers_that_retention_has_removed_are_told_of(
+    command: Command, bootstrap_servers: str, name: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    topic = create_topic(bootstrap_servers, 1)
+    with DedupProducer({"bootstrap.servers": bootstrap_servers}, dedup=SequenceFilter(), producer_name=name) as made:
+        for number in range(10):
+            made.produce(topic, b"x", sequence=number)
+    delete_records(bootstrap_servers, topic, 4)
+    caplog.clear()
+    done = command("publish", "status", "--topic", topic, "--bootstrap-servers", bootstrap_servers, "--json")
+    assert done.json["sequences"][0]["persisted"] == -1
+    assert f"retention has removed messages, {topic}[0] below offset 4: of producers the rest is shown" in caplog.text

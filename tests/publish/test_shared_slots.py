@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import math
 import signal
@@ -153,6 +154,24 @@ def test_when_the_place_is_away_within_a_batch_nothing_stays_reserved() -> None:
         made.reserve_many(["unsure", *keys])
     assert made.reserve_many(["unsure", *keys]) == [UNKNOWN] + [NEW] * 10
     assert made.reserve_many(["unsure", *keys]) == [IN_FLIGHT] * 11
+
+
+def test_a_batch_that_takes_as_long_as_its_lease_is_not_sent(
+    memcached: Memcached, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The delay stands in for a network that is slow, or a server that swaps."""
+    made = SharedSlotFilter(memcached.address, prefix=name, slots=1 << 20, lease_seconds=1)
+    with contextlib.closing(made) as slow:
+        ask = slow._ask
+
+        def late(*given: Any) -> Any:
+            time.sleep(0.02)
+            return ask(*given)
+
+        monkeypatch.setattr(slow, "_ask", late)
+        with pytest.raises(FilterUnavailable, match=r"to reserve 40 keys, over half of lease_seconds=1"):
+            slow.reserve_many(range(40))
+        assert slow.reserve_many(range(10)) == [NEW] * 10
 
 
 def test_what_a_dead_process_held_in_memcached_is_absent_after_its_lease(memcached: Memcached, name: str) -> None:
