@@ -55,7 +55,8 @@ class SharedSlotFilter(Filter[GivenKey]):
     probability of :func:`loss_probability`. Memcached drops what it has no room for, everything when it restarts, and a
     reservation after ``lease_seconds``, which must be longer than a message may be in flight: duplicates may pass then,
     too. Filters of one ``prefix`` share their slots, and those of one topic their keys. Who can choose keys can also
-    choose ones that share a slot, unless ``hash_key`` is a secret; it is the same in all processes.
+    choose ones that share a slot, unless ``hash_key`` is a secret; it is the same in all processes, as ``slots`` is:
+    with another number all keys are new.
 
     Where memcached cannot be asked, ``on_unavailable="raise"`` (default) raises :class:`FilterUnavailable` and nothing
     is sent; ``"treat_as_new"`` lets everything through and counts it (``stats().failed_open``).

@@ -118,17 +118,18 @@ def rounds(keys: Iterable[Any]) -> list[list[int]]:
 
 
 def runs(changes: Iterable[Row], keys: Iterable[Any]) -> list[list[int]]:
-    """Split into runs in which no key comes twice and all are rows, or all are tombstones; all stay in order."""
+    """Split into runs in which no key comes twice, and tombstones each by itself; all stay in order."""
     seen: set[Any] = set()
     was_delete = False
     result: list[list[int]] = []
     for index, (change, key) in enumerate(zip(changes, keys, strict=True)):
         is_delete = type(change) is Tombstone
-        if not result or is_delete != was_delete or key in seen:
-            seen, was_delete = set(), is_delete
+        if not result or is_delete or was_delete or key in seen:
+            seen = set()
             result.append([])
         seen.add(key)
         result[-1].append(index)
+        was_delete = is_delete
     return result
 
 

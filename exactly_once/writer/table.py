@@ -93,7 +93,7 @@ class Table:
     notices_deletes: bool = False
     """Whether something hangs on deletes: a foreign key that points here, a trigger, or a table that inherits."""
     keeps_order: bool = False
-    """Whether triggers see rows, or some go with others by a foreign key, so that each change is made, in its order."""
+    """Whether triggers, rules or policies see rows, or a foreign key ties some to others: changes keep their order."""
     shape: str = field(default="", repr=False)
     """All of this, as the server tells it for comparison."""
 

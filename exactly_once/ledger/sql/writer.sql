@@ -27,7 +27,8 @@ SELECT (SELECT part FROM unnest(parse_ident(%(name)s)) AS part WHERE part <> par
        EXISTS (SELECT FROM pg_trigger t WHERE t.tgtype & 8 <> 0
                  AND (t.tgrelid = c.oid OR t.tgrelid IN (SELECT relid FROM pg_partition_tree(c.oid))))
          OR EXISTS (SELECT FROM pg_inherits WHERE inhparent = c.oid AND c.relkind <> 'p') AS notices_deletes,
-       c.oid IN (SELECT oid FROM follows) OR EXISTS (
+       row_security_active(c.oid) OR c.oid IN (SELECT oid FROM follows)
+         OR EXISTS (SELECT FROM fires WHERE ev_type = '4') OR EXISTS (
            SELECT FROM pg_trigger t WHERE NOT t.tgisinternal AND t.tgenabled <> 'D' AND t.tgtype & 28 <> 0
              AND (t.tgtype & 1 <> 0 OR t.tgoldtable IS NOT NULL OR t.tgnewtable IS NOT NULL)
              AND (t.tgrelid = c.oid OR t.tgrelid IN (SELECT relid FROM pg_partition_tree(c.oid)))) AS keeps_order
