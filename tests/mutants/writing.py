@@ -548,14 +548,20 @@ WRITING = (
         (
             "ring-passed-by",
             "rows that a deleted row would have taken with it survive, as they are stored behind the delete: doubles",
-            "row_security_active(c.oid) OR c.oid IN (SELECT oid FROM follows)",
+            "row_security_active(c.oid) OR EXISTS (SELECT FROM follows WHERE oid IN (SELECT oid FROM own))",
             "row_security_active(c.oid)",
+        ),
+        (
+            "child-passed-by",
+            "what triggers of other tables do to rows, behind a delete here, they do to those that come later: loses",
+            " UNION SELECT oid FROM follows",
+            "",
         ),
         (
             "policy-passed-by",
             "what was stored before a delete that a policy or a rule prevents is left out: loses",
-            "row_security_active(c.oid) OR c.oid IN",
-            "c.oid IN",
+            "row_security_active(c.oid) OR EXISTS",
+            "EXISTS",
         ),
     ),
     *each(

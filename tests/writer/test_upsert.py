@@ -142,6 +142,13 @@ GRANDCHILDREN = """
     INSERT INTO {0}_child VALUES ('a');
     ALTER TABLE {0} ADD parent text REFERENCES {0}_child ON DELETE CASCADE"""
 
+ORPHANS = """
+    CREATE TABLE {0}_child (k text PRIMARY KEY REFERENCES {0} ON DELETE CASCADE);
+    INSERT INTO {0}_child VALUES ('a');
+    CREATE FUNCTION pg_temp.{0}_orphan() RETURNS trigger LANGUAGE plpgsql AS
+    'BEGIN DELETE FROM {0} WHERE v = 7; RETURN NULL; END';
+    CREATE TRIGGER t AFTER DELETE ON {0}_child FOR EACH ROW EXECUTE FUNCTION pg_temp.{0}_orphan()"""
+
 
 @pytest.mark.parametrize("small_batch", [500, 0])
 @pytest.mark.parametrize(
@@ -152,8 +159,13 @@ GRANDCHILDREN = """
         ("", ONE_OF_A_KIND, "upsert", [("b", 1), ("a", 2), Tombstone(("a",)), ("c", 1)]),
         (f"ALTER TABLE {{0}} {CHILDREN}", "", "upsert", [("z", 0, "a"), Tombstone(("a",)), ("a", 2, None)]),
         (GRANDCHILDREN, "", "upsert", [("z", 0, "a"), Tombstone(("a",)), ("a", 2, None)]),
+        (ORPHANS, "", "upsert", [Tombstone(("a",)), ("y", 7), ("z", 8)]),
+        (ORPHANS, "", "upsert", [("y", 7), Tombstone(("a",)), ("a", 2)]),
     ],
-    ids=["key that a trigger changes", "trigger at others", "with deletes", "foreign key", "foreign keys in a ring"],
+    ids=[
+        *("key that a trigger changes", "trigger at others", "with deletes", "foreign key", "foreign keys in a ring"),
+        *("trigger of a child", "trigger of a child, behind"),
+    ],
 )
 def test_changes_of_several_keys_are_made_in_their_order_where_rows_have_to_do_with_each_other(  # noqa: PLR0917
     ddl: str, trigger: str, mode: Any, changes: list[Any], small_batch: int, work: Connection, make_table: MakeTable
@@ -174,6 +186,15 @@ def test_changes_of_several_keys_are_made_in_their_order_where_rows_have_to_do_w
         found.append(rows_of(work, table))
         work.rollback()
     assert found[0] == found[1]
+
+
+def test_a_foreign_key_of_one_partition_is_such_a_tie_too(work: Connection, make_table: MakeTable) -> None:
+    table = make_table("(k int PRIMARY KEY, parent int) PARTITION BY RANGE (k)")
+    work.execute(f"CREATE TABLE {table}_1 PARTITION OF {table} FOR VALUES FROM (0) TO (9)")
+    work.execute(f"ALTER TABLE {table}_1 ADD FOREIGN KEY (parent) REFERENCES {table}_1 ON DELETE CASCADE")
+    changes = [(1, None), (2, 1), Tombstone((1,)), (1, None)]
+    TableWriter(table, mode="upsert").write(work, changes)
+    assert rows_of(work, table) == [(1, None)]
 
 
 @pytest.mark.parametrize("kind", ["INSTEAD", "ALSO"])

@@ -5,17 +5,22 @@
 -- (3) that fire, and those for UPDATE (2) though they be disabled. A delete takes rows of inheriting tables, too. Of triggers
 -- (1 for each row, 4 at INSERT, 8 at DELETE, 16 at UPDATE) those of foreign keys are internal, and one for each statement
 -- sees rows in transition tables only. Rows follow one of the table, as those do that are deleted with it, through any number of
--- foreign keys, and these rows may be its own. The row is there without a table, too, with the part of its name that Postgres
--- would cut, as it does without a word.
+-- foreign keys; these may be its own, or those of a table whose triggers write to it. The row is there without a table, too, with
+-- the part of its name that Postgres would cut, as it does without a word.
 WITH RECURSIVE fires AS (
     SELECT ev_type FROM pg_rewrite
     WHERE ev_class = to_regclass(%(name)s) AND (ev_type = '2' OR ev_enabled IN (
         'A', CASE current_setting('session_replication_role') WHEN 'replica' THEN 'R' ELSE 'O' END))),
+own (oid) AS (
+    SELECT to_regclass(%(name)s)::oid UNION SELECT relid FROM pg_partition_tree(to_regclass(%(name)s))),
 follows (oid) AS (
     SELECT conrelid FROM pg_constraint
-    WHERE contype = 'f' AND confrelid = to_regclass(%(name)s) AND concat(confupdtype, confdeltype) ~ '[cnd]'
+    WHERE contype = 'f' AND confrelid IN (SELECT oid FROM own) AND concat(confupdtype, confdeltype) ~ '[cnd]'
     UNION SELECT f.conrelid FROM follows JOIN pg_constraint f ON f.contype = 'f' AND f.confrelid = follows.oid
-    WHERE concat(f.confupdtype, f.confdeltype) ~ '[cnd]')
+    WHERE concat(f.confupdtype, f.confdeltype) ~ '[cnd]'),
+sees (oid) AS (
+    SELECT tgrelid FROM pg_trigger WHERE NOT tgisinternal AND tgenabled <> 'D' AND tgtype & 28 <> 0
+      AND (tgtype & 1 <> 0 OR tgoldtable IS NOT NULL OR tgnewtable IS NOT NULL))
 SELECT (SELECT part FROM unnest(parse_ident(%(name)s)) AS part WHERE part <> part::name::text LIMIT 1) AS cut,
        c.oid, c.relkind IN ('r', 'p', 'f') AS is_writable, n.nspname AS schema, c.relname AS name,
        c.relkind = 'f' AS is_foreign,
@@ -27,11 +32,9 @@ SELECT (SELECT part FROM unnest(parse_ident(%(name)s)) AS part WHERE part <> par
        EXISTS (SELECT FROM pg_trigger t WHERE t.tgtype & 8 <> 0
                  AND (t.tgrelid = c.oid OR t.tgrelid IN (SELECT relid FROM pg_partition_tree(c.oid))))
          OR EXISTS (SELECT FROM pg_inherits WHERE inhparent = c.oid AND c.relkind <> 'p') AS notices_deletes,
-       row_security_active(c.oid) OR c.oid IN (SELECT oid FROM follows)
-         OR EXISTS (SELECT FROM fires WHERE ev_type = '4') OR EXISTS (
-           SELECT FROM pg_trigger t WHERE NOT t.tgisinternal AND t.tgenabled <> 'D' AND t.tgtype & 28 <> 0
-             AND (t.tgtype & 1 <> 0 OR t.tgoldtable IS NOT NULL OR t.tgnewtable IS NOT NULL)
-             AND (t.tgrelid = c.oid OR t.tgrelid IN (SELECT relid FROM pg_partition_tree(c.oid)))) AS keeps_order
+       row_security_active(c.oid) OR EXISTS (SELECT FROM follows WHERE oid IN (SELECT oid FROM own))
+         OR EXISTS (SELECT FROM fires WHERE ev_type = '4')
+         OR EXISTS (SELECT FROM sees WHERE oid IN (SELECT oid FROM own UNION SELECT oid FROM follows)) AS keeps_order
 FROM (SELECT to_regclass(%(name)s)) AS named (oid)
      LEFT JOIN pg_class c USING (oid) LEFT JOIN pg_namespace n ON n.oid = c.relnamespace
 
