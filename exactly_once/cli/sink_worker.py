@@ -42,7 +42,7 @@ from .sink_tables import NoColumns, check_without_table, prepare
 
 logger = logging.getLogger(__name__)
 
-# How long a member that ends waits until Kafka has taken its partitions back.
+# How long a member that ends waits until it has joined, if it is at that, and Kafka has let it go; how often it looks.
 _LEAVE_SECONDS, _LEAVE_WAIT_SECONDS = 5.0, 0.05
 _STANDARD = frozenset(vars(logging.makeLogRecord({}))) | {"message", "taskName"}
 

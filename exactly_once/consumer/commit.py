@@ -401,7 +401,7 @@ class CommitProtocol:
         unit, counters = pending.unit, self.counters
         partitions = sorted(a.partition for a in unit.advances)
         rows = self.ledger.resolve(partitions, pending.tokens, lock_seconds=LOCK_SECONDS)
-        # A joined transaction is in none: its owner knows how it ended.
+        # Of a joined transaction its owner knows how it ended, of a refused one Postgres has said so.
         was_in_doubt = not (unit.work.is_joined or pending.is_refused)
         with self.ownership.changing():
             resolution = self.ownership.resolved(unit.advances, pending.tokens, rows)

@@ -168,7 +168,7 @@ def read_tail(
 
     :raises TailLost: when retention has removed messages from ``starts`` on, or the log ends before.
     :raises TailHidden: when an open transaction hides the end for longer than ``seconds``.
-    :raises BrokerUnreachable: when the brokers fall silent for so long.
+    :raises BrokerUnreachable: when the brokers fall silent for so long, or do not let this principal read.
     """
     begin: dict[Partition, int] = {}
     todo: dict[Partition, int] = {}
@@ -250,9 +250,11 @@ def _read(
                 error = message.error()
                 if error is not None and error.code() == KafkaError.GROUP_AUTHORIZATION_FAILED:
                     continue  # the client looks for the coordinator of its group, of which nothing is needed
+                if error is not None and error.code() in _NOT_ALLOWED:
+                    topic = next(iter(begin)).topic
+                    raise BrokerUnreachable(f"{topic!r} cannot be read: {error.str()} (grant READ on the topic)")
                 if error is not None and error.code() != KafkaError._PARTITION_EOF:
-                    hint = " (grant READ on the topic)" if error.code() in _NOT_ALLOWED else ""
-                    raise BrokerUnreachable(f"{next(iter(begin)).topic!r} cannot be read: {error.str()}{hint}")
+                    raise KafkaException(error)
                 seen_at = time.monotonic()
                 partition = Partition.of(message)
                 position = (message.offset() or 0) + (error is None)

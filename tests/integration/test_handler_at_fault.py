@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import itertools
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import psycopg
@@ -282,45 +282,42 @@ def test_a_doubtful_error_of_some_messages_is_their_fault(scene: Scene, state: s
     assert scene.applied() == [n for n in range(20) if n not in (3, 4, 7)]
 
 
-def test_a_row_that_a_policy_refuses_is_the_messages_fault_whatever_others_meet(scene: Scene, name: str) -> None:
+@pytest.fixture
+def role(scene: Scene, name: str) -> Iterator[str]:
+    """A role that may do nothing with tables."""
+    with psycopg.connect(scene.conninfo, autocommit=True) as connection:
+        connection.execute(f"CREATE ROLE {name}_r; GRANT USAGE ON SCHEMA exactly_once TO {name}_r")
+        yield f"{name}_r"
+        connection.execute(f"DROP OWNED BY {name}_r; DROP ROLE {name}_r")
+
+
+def test_a_row_that_a_policy_refuses_is_the_messages_fault_whatever_others_meet(scene: Scene, role: str) -> None:
     """It has the state of a missing grant, which nobody's message mends."""
     table = scene.table("n int")
     with psycopg.connect(scene.conninfo, autocommit=True) as connection:
-        connection.execute(f"ALTER TABLE {table} ENABLE ROW LEVEL SECURITY")
+        connection.execute(f"ALTER TABLE {table} ENABLE ROW LEVEL SECURITY; GRANT INSERT ON {table} TO {role}")
         connection.execute(f"CREATE POLICY p ON {table} WITH CHECK (n > 7)")
-        connection.execute(f"CREATE ROLE {name}_r; GRANT INSERT ON {table} TO {name}_r")
 
     def handler(unit: Unit) -> None:
-        unit.execute(f"SET LOCAL ROLE {name}_r".encode())
+        unit.execute(f"SET LOCAL ROLE {role}".encode())
         unit.execute(f"INSERT INTO {table} VALUES (%s)".encode(), [offsets(unit)[0]])
         unit.execute("RESET ROLE")
         record(unit, "test")
 
-    try:
-        run(scene.consumer(max_messages=1), handler, on_poison="dead-letter")
-        assert dead(scene) == list(range(8))
-        assert {letter.sqlstate for letter in letters(scene)} == {"42501"}
-        assert scene.applied() == list(range(8, 20))
-    finally:
-        with psycopg.connect(scene.conninfo, autocommit=True) as connection:
-            connection.execute(f"DROP OWNED BY {name}_r; DROP ROLE {name}_r")
+    run(scene.consumer(max_messages=1), handler, on_poison="dead-letter")
+    assert dead(scene) == list(range(8))
+    assert {letter.sqlstate for letter in letters(scene)} == {"42501"}
+    assert scene.applied() == list(range(8, 20))
 
 
-def test_what_a_role_needs_to_store_a_dead_letter_is_told(scene: Scene, name: str) -> None:
-    with psycopg.connect(scene.conninfo, autocommit=True) as connection:
-        connection.execute(f"CREATE ROLE {name}_r; GRANT USAGE ON SCHEMA exactly_once TO {name}_r")
-
+def test_what_a_role_needs_to_store_a_dead_letter_is_told(scene: Scene, role: str) -> None:
     def handler(unit: Unit) -> None:
-        unit.execute(f"SET LOCAL ROLE {name}_r".encode())
+        unit.execute(f"SET LOCAL ROLE {role}".encode())
         unit.dead_letter(unit.messages[0], "bad")
 
-    try:
-        with pytest.raises(psycopg.errors.InsufficientPrivilege) as raised:
-            run(scene.consumer(), handler)
-        assert any("migrate --schema exactly_once --role NAME" in note for note in raised.value.__notes__)
-    finally:
-        with psycopg.connect(scene.conninfo, autocommit=True) as connection:
-            connection.execute(f"DROP OWNED BY {name}_r; DROP ROLE {name}_r")
+    with pytest.raises(psycopg.errors.InsufficientPrivilege) as raised:
+        run(scene.consumer(), handler)
+    assert any("migrate --schema exactly_once --role NAME" in note for note in raised.value.__notes__)
 
 
 def test_class_42_of_the_first_messages_is_their_fault_once_another_is_applied(scene: Scene) -> None:

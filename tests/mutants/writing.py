@@ -535,8 +535,8 @@ WRITING = (
         (
             "trigger-of-partition",
             "a trigger of a partition misses deletes",
-            " OR t.tgrelid IN (SELECT relid FROM pg_partition_tree(c.oid))",
-            "",
+            "AND t.tgrelid IN (SELECT oid FROM tree)",
+            "AND t.tgrelid = c.oid",
         ),
     ),
     *each(
@@ -548,7 +548,7 @@ WRITING = (
         (
             "ring-passed-by",
             "rows that a deleted row would have taken with it survive, as they are stored behind the delete: doubles",
-            "row_security_active(c.oid) OR EXISTS (SELECT FROM follows WHERE oid IN (SELECT oid FROM own))",
+            "row_security_active(c.oid) OR EXISTS (SELECT FROM follows WHERE oid IN (SELECT oid FROM tree))",
             "row_security_active(c.oid)",
         ),
         (

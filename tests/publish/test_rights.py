@@ -39,8 +39,8 @@ def deny(servers: str, kind: Any, name: str, operation: Any) -> None:
     """Deny one thing to everybody; without a rule that allows the others these would be denied, too."""
     admin = AdminClient({"bootstrap.servers": servers})
     bindings = [
-        AclBinding(kind, name, ResourcePatternType.LITERAL, "User:ANONYMOUS", "*", denied_or_allowed, rule)
-        for denied_or_allowed, rule in (
+        AclBinding(kind, name, ResourcePatternType.LITERAL, "User:ANONYMOUS", "*", what, rule)
+        for what, rule in (
             (AclOperation.ALL, AclPermissionType.ALLOW),
             (operation, AclPermissionType.DENY),
         )

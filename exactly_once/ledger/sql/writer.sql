@@ -11,11 +11,11 @@ WITH RECURSIVE fires AS (
     SELECT ev_type FROM pg_rewrite
     WHERE ev_class = to_regclass(%(name)s) AND (ev_type = '2' OR ev_enabled IN (
         'A', CASE current_setting('session_replication_role') WHEN 'replica' THEN 'R' ELSE 'O' END))),
-own (oid) AS (
+tree (oid) AS (
     SELECT to_regclass(%(name)s)::oid UNION SELECT relid FROM pg_partition_tree(to_regclass(%(name)s))),
 follows (oid) AS (
     SELECT conrelid FROM pg_constraint
-    WHERE contype = 'f' AND confrelid IN (SELECT oid FROM own) AND concat(confupdtype, confdeltype) ~ '[cnd]'
+    WHERE contype = 'f' AND confrelid IN (SELECT oid FROM tree) AND concat(confupdtype, confdeltype) ~ '[cnd]'
     UNION SELECT f.conrelid FROM follows JOIN pg_constraint f ON f.contype = 'f' AND f.confrelid = follows.oid
     WHERE concat(f.confupdtype, f.confdeltype) ~ '[cnd]'),
 sees (oid) AS (
@@ -24,17 +24,15 @@ sees (oid) AS (
 SELECT (SELECT part FROM unnest(parse_ident(%(name)s)) AS part WHERE part <> part::name::text LIMIT 1) AS cut,
        c.oid, c.relkind IN ('r', 'p', 'f') AS is_writable, n.nspname AS schema, c.relname AS name,
        c.relkind = 'f' AS is_foreign,
-       EXISTS (SELECT FROM pg_class p WHERE p.relpersistence = 'u'
-                 AND (p.oid = c.oid OR p.oid IN (SELECT relid FROM pg_partition_tree(c.oid)))) AS is_unlogged,
+       EXISTS (SELECT FROM pg_class p WHERE p.relpersistence = 'u' AND p.oid IN (SELECT oid FROM tree)) AS is_unlogged,
        row_security_active(c.oid) AS has_row_security, current_setting('array_nulls')::bool AS reads_nulls,
        EXISTS (SELECT FROM fires WHERE ev_type IN ('2', '3')) AS has_rules,
        EXISTS (SELECT FROM fires WHERE ev_type = '4') AS has_delete_rules,
-       EXISTS (SELECT FROM pg_trigger t WHERE t.tgtype & 8 <> 0
-                 AND (t.tgrelid = c.oid OR t.tgrelid IN (SELECT relid FROM pg_partition_tree(c.oid))))
+       EXISTS (SELECT FROM pg_trigger t WHERE t.tgtype & 8 <> 0 AND t.tgrelid IN (SELECT oid FROM tree))
          OR EXISTS (SELECT FROM pg_inherits WHERE inhparent = c.oid AND c.relkind <> 'p') AS notices_deletes,
-       row_security_active(c.oid) OR EXISTS (SELECT FROM follows WHERE oid IN (SELECT oid FROM own))
+       row_security_active(c.oid) OR EXISTS (SELECT FROM follows WHERE oid IN (SELECT oid FROM tree))
          OR EXISTS (SELECT FROM fires WHERE ev_type = '4')
-         OR EXISTS (SELECT FROM sees WHERE oid IN (SELECT oid FROM own UNION SELECT oid FROM follows)) AS keeps_order
+         OR EXISTS (SELECT FROM sees WHERE oid IN (SELECT oid FROM tree UNION SELECT oid FROM follows)) AS keeps_order
 FROM (SELECT to_regclass(%(name)s)) AS named (oid)
      LEFT JOIN pg_class c USING (oid) LEFT JOIN pg_namespace n ON n.oid = c.relnamespace
 
