@@ -71,7 +71,7 @@ DIFFERENCES = [
     Difference("digits or blanks that the column does not keep, for `numeric(p,s)`, `time(n)`, `timestamp(n)`, `varchar(n)`, `char(n)`, `name`", "refused", "rounds, or cuts", _is_rounded),
     Difference("an `int` that a double changes", "refused", "rounds", lambda c: c.is_refused and c.is_of("real", "double precision") and _is_inexact_double(c)),
     Difference("text in JSON for a double or a boolean, a number for a boolean", "refused, unless `lax`", "reads it", lambda c: c.is_refused and c.is_of("real", "double precision", "boolean")),
-    Difference("underscores and hexadecimal in a number's text; a negative `oid`, one that begins with 0", "refused", "reads it", lambda c: c.is_refused and c.is_of(*_NUMBERS) and bool(re.search(r'_|0[xob]|-|\"\s*\+?0', c.json.lower()))),
+    Difference("underscores and hexadecimal in a number's text; a negative `oid`, one that begins with 0", "refused", "reads it", lambda c: c.is_refused and c.is_of(*_NUMBERS) and bool(re.search(r'_|0[xob]|-|\"(\s|\\[tnrf])*\+?0', c.json.lower()))),
     Difference("true, lists and objects for what is no array, JSON or composite type", "refused", "reads the text of the JSON", lambda c: c.is_refused and bool(re.search(r"true|false|[\[{]", c.json))),
     Difference("a fraction for `money`; a number for `interval`, `bytea`, `bit` and `macaddr`", "refused", "reads the digits", lambda c: c.is_refused and c.is_of("money", "interval", "bytea", "bit", "varbit", "macaddr") and bool(re.search(r"\d", c.json))),
     Difference("a whole number with an exponent for `money`", "stored", "refuses it", lambda c: c.theirs is REFUSED and c.is_of("money") and bool(re.search(r"\d[eE]", c.json))),
