@@ -39,8 +39,6 @@ OnBadRow = Literal["fail", "dead-letter"]
 _OF_TABLE = ("mode", "key", "add", "claim", "create_table", "evolve")
 # What only ``foreachBatch`` can do.
 _ONLY_SINK = ("transaction", "in_transaction", "on_report", "small_batch", "tables", "dead_letter_limit")
-# What Spark itself hands on to a data source.
-_OF_SPARK = ("path", "queryname")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -266,7 +264,9 @@ def check_source_options(given: Mapping[str, str]) -> Options:
             chosen[known[plain(name)]] = value
         elif plain(name) in map(plain, _ONLY_SINK):
             raise ConfigurationError(f"{name} is an option of PostgresSink, for foreachBatch; the data source has none")
-        elif not name.startswith("kafka.") and plain(name) not in _OF_SPARK:
+        elif plain(name) == "path":  # of save("name") and start("name")
+            raise ConfigurationError(f"path={value!r}: option table names the table; call save() or start() without it")
+        elif not name.startswith("kafka.") and plain(name) != "queryname":  # which Spark itself hands on
             raise ConfigurationError(f"there is no option {name}; there are {', '.join(map(_camel, names))}, kafka.*")
     for option in {"key", "add"} & chosen.keys():
         chosen[option] = [name.strip() for name in chosen[option].split(",")]

@@ -236,7 +236,7 @@ class Publisher:
         nothing can arrive any more, which only Kafka transactions make sure; else it stays unknown. So it does if the
         log may have held it: retention or compaction has removed messages, or the topic was made anew.
 
-        :raises ConfigurationError: when messages do not carry their keys, or ``positions`` are none.
+        :raises ConfigurationError: when messages do not carry their keys, or ``positions`` are none of the topic's.
         :raises TailHidden: when another producer's open transaction hides the end for too long.
         """
         given: object = {} if positions is None else positions
@@ -254,6 +254,8 @@ class Publisher:
         is_sure = of_topic.is_transactional
         with self.nothing_arrives() if is_sure else contextlib.nullcontext():
             begin, why = rest_of(self._kafka, topic, starts, ahead=int(is_sure))
+            if positions is not None and (lacking := [each.number for each in starts if each not in begin]):
+                raise ConfigurationError(f"positions={positions!r}: {topic!r} has no partition {lacking[0]}")
             for message in read_tail(self._kafka, topic, begin):
                 headers = headers_of(message)
                 sent = sequence_of(headers)

@@ -111,6 +111,14 @@ def test_what_is_no_position_is_refused(given: Any) -> None:
         producer.resolve("orders", positions=given)
 
 
+def test_positions_of_a_partition_that_is_not_there_are_refused(bootstrap_servers: str, topic: str) -> None:
+    window = WindowFilter(keys=10, writes_key=True)
+    with DedupProducer({"bootstrap.servers": bootstrap_servers}, dedup=window) as producer:
+        producer.produce(topic, b"x", dedup_key=1).result(60)
+        with pytest.raises(ConfigurationError, match=f"{topic}' has no partition 7"):
+            producer.resolve(topic, positions={0: 0, 7: 0})
+
+
 def test_a_filter_in_memory_is_not_told_to_lease_for_longer(
     bootstrap_servers: str, topic: str, caplog: pytest.LogCaptureFixture
 ) -> None:

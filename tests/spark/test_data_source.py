@@ -289,6 +289,18 @@ def test_spark_finds_the_format_by_itself(spark: SparkSession) -> None:
         spark.newSession().range(1).write.format("exactly_once_postgres").mode("append").save()
 
 
+def test_a_table_that_is_named_in_two_ways_is_refused(
+    spark: SparkSession, conninfo: str, table: str, db: psycopg.Connection[Any]
+) -> None:
+    options = {"conninfo": conninfo, "table": table, "groupId": table, "ledger": "batch-id"}
+    spark.dataSource.register(ExactlyOncePostgres)
+    write = spark.range(1).selectExpr("1 partition", "id count").write.format("exactly_once_postgres")
+    write = write.options(**options).mode("append")
+    with pytest.raises(Exception, match="option table names the table"):
+        write.save("other")
+    assert db.execute(f"SELECT count(*) FROM {table}").fetchone() == (0,)
+
+
 def test_what_cannot_work_is_refused_when_the_query_starts(scene: Scene) -> None:
     scene.produce(1)
     options: Any
