@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -22,7 +23,8 @@ Mode = Literal["append", "upsert", "insert-ignore"]
 
 # No name can have it.
 _PLACEHOLDER = "\0"
-_STAGE = sql.Identifier("pg_temp", "exactly_once_stage")
+_STAGE_NAME = "exactly_once_stage"
+_STAGE = sql.Identifier("pg_temp", _STAGE_NAME)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -146,6 +148,27 @@ def rank(connection: Connection, plan: Plan, changes: Sequence[Row], rules: Rule
     return Marks([r[0] for r in ranks], [r[1] for r in ranks] if rules.newest_by is not None else ())
 
 
+def place_in_copy(plan: Plan, context: str) -> tuple[int | None, str | None]:
+    """Return the row and the column at which a COPY of ours has failed, as far as an error's context says them.
+
+    Its words are in the server's language; what is known are the names.
+    """
+    told = {name: name for name in plan.names} | dict(zip(stage_columns(len(plan.names)), plan.names, strict=True))
+    relations = "|".join(map(re.escape, (plan.table.name, _STAGE_NAME)))
+    found = re.search(rf"^(?:COPY )?(?:{relations})\D{{1,12}}(\d+)(.*)$", context, re.MULTILINE)
+    if found is None:
+        return None, None
+    # The word for column is before its name, or else behind it, as is the one for line.
+    forms = (r"[,、] ?(?:[^\W\d]+ )?{} ?(?::.*)?", r"[^,、]{{1,8}}, {} [^\W\d]+(?::.*)?")
+    columns = (told[name] for form in forms for name in told if re.fullmatch(form.format(re.escape(name)), found[2]))
+    return int(found[1]) - 1, next(columns, None)
+
+
+def names(text: str, name: str) -> bool:
+    """Tell whether a text of Postgres, in any language, has a name in it."""
+    return re.search(rf'(?:^|[ "]){re.escape(name)}(?:$|[ ",])', text) is not None
+
+
 def _copy(
     cursor: psycopg.Cursor[Any],
     target: sql.Identifier,
@@ -163,14 +186,15 @@ def _insert(
     plan: Plan, conflict: Conflict, values: Sequence[sql.Composable], source: sql.Composable, ordinal: sql.Composable
 ) -> sql.Composed:
     keys = [values[i] for i in plan.positions(conflict.key)]
+    key_columns = plan.table.pick(conflict.key)
     # By key two workers lock the same rows in one order; where rows have to do with each other theirs is kept.
-    order_by = [ordinal] if plan.table.keeps_order else [*keys, ordinal]
+    order_by = [ordinal] if plan.table.keeps_order else [*map(_collated, keys, key_columns), ordinal]
     order = sql.SQL("ORDER BY {}").format(_list(order_by)) if keys else sql.SQL("")
     # Postgres looks for a null in these before it looks whether the row is there, so they are what the row has.
     kept = plan.kept_not_null if conflict.mode == "upsert" else ()
     same = (
         sql.SQL("o.{} {} {}").format(sql.Identifier(c.name), _operator("=", c), value)
-        for c, value in zip(plan.table.pick(conflict.key), keys, strict=True)
+        for c, value in zip(key_columns, keys, strict=True)
     )
     where = sql.SQL(" AND ").join(same)
     stored = sql.SQL("(SELECT o.{} FROM {} AS o WHERE {})")
@@ -244,6 +268,11 @@ def _values(plan: Plan, natives: Sequence[bool]) -> list[sql.Composable]:
         )
         for name, c, is_native in zip(stage_columns(len(natives)), plan.columns, natives, strict=True)
     ]
+
+
+def _collated(value: sql.Composable, column: Column) -> sql.Composable:
+    """Return a value that is sorted as its column is: the first of those that are equal there is the first that came."""
+    return value if column.collation is None else sql.SQL("{} COLLATE {}").format(value, sql.SQL(column.collation))
 
 
 def _input_type(column: Column) -> str:

@@ -44,6 +44,8 @@ class Column:
     """Whether its default is the next number of a sequence."""
     is_domain: bool = False
     is_deterministic: bool = True
+    collation: str | None = None
+    """As SQL writes it; None for that of the database, and for a type that has none."""
     operator_schema: str | None = None
     """Where the operators are by which an index of its type compares; None for a type without any of its own."""
     attributes: Sequence[Column] = ()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from types import MappingProxyType
@@ -25,7 +24,7 @@ from .codec import Naive
 from .decoding import Decoded
 from .errors import BadRow, TableChanged, TableError, UnreadableValue, origin
 from .plan import Plan, Prepared
-from .statements import Conflict, Mode, append, merge, stage_columns
+from .statements import Conflict, Mode, append, merge, names, place_in_copy
 from .table import Column, OnMissing, Table, lock_shape, read_table, refuse_encoding
 from .upsert import Upsert
 
@@ -50,8 +49,6 @@ _RIGHTS: Mapping[Mode, Sequence[str]] = {
 }
 # What the readers of some types raise for a value: ltree 42601, regclass 0A000. A COPY names its column then.
 _OF_READERS = ("42", "0A", "08P01")
-# Where Postgres says that it was; the words for line and column may be in any language.
-_COPY_CONTEXT = re.compile(r"^COPY .*?, [^\W\d]+ (\d+)(?:, [^\W\d]+ (.+?))?(?:: .*)?$", re.MULTILINE)
 
 
 class TableWriter:
@@ -308,7 +305,7 @@ class TableWriter:
         if key and set(key) not in map(set, table.keys):
             raise TableError(
                 f"{table}: no unique index over exactly {', '.join(key)} (a partial, deferrable or expression index "
-                "does not count), so Postgres cannot tell which row a change belongs to"
+                "does not count, nor one of another collation), so Postgres cannot tell which row a change belongs to"
             )
         table.pick(self._add)
         table.pick(self._update or ())
@@ -333,16 +330,14 @@ class TableWriter:
         is_settled = self._is_fresh and (self._stages or (self.mode == "append" and plan.table.can_copy))
         if not state:  # not from the server: the connection is lost, or the driver cannot dump something
             return plan.find_bad(rows, origins) or error
-        found = _COPY_CONTEXT.search(error.diag.context or "")
-        reads_value = (
-            found is not None and found[2] is not None and state.startswith(_OF_READERS) and state != NOT_GRANTED
-        )
+        copied, column = place_in_copy(plan, error.diag.context or "")
+        reads_value = column is not None and state.startswith(_OF_READERS) and state != NOT_GRANTED
         if self._add and state in _NO_OPERATOR and not (reads_value or error.diag.context):
             return TableError(f"{plan.table}: add={list(self._add)} cannot be: {error.diag.message_primary}")
         if is_kept_out(error):
             state = _REFUSED_BY_CHECK
         elif state == NOT_GRANTED:  # of the table, or of what a default, a check or a trigger of it uses
-            is_tables = (error.diag.message_primary or "").endswith(f" {plan.table.name}") and not error.diag.context
+            is_tables = names(error.diag.message_primary or "", plan.table.name) and not error.diag.context
             return self._not_granted(error, plan.table) if is_tables else error
         if not reads_value and state.startswith(_STALE):
             self._table, self._stages = None, True
@@ -351,12 +346,9 @@ class TableWriter:
         if not reads_value and not state.startswith(_BAD_DATA):
             return error
         # Elsewhere rows are in another order than they came.
-        is_in_order = self.mode == "append" and not plan.may_leave_out and found is not None
-        line = int(found[1]) - 1 if found is not None and is_in_order else None
+        line = copied if self.mode == "append" and not plan.may_leave_out else None
         if line is None and origins is not None and len(origins) == 1:
             line = 0
-        told = {name: name for name in plan.names} | dict(zip(stage_columns(len(plan.names)), plan.names, strict=True))
-        column = error.diag.column_name or (told.get(found[2]) if found is not None else None)
         if line is None and (bad := plan.find_bad(rows, origins)) is not None:
             return bad
         reason = error.diag.message_primary or str(error)
@@ -368,5 +360,5 @@ class TableWriter:
             reason,
             message=origin(origins, line) if line is not None else None,
             row=line,
-            column=column,
+            column=error.diag.column_name or column,
         )

@@ -320,6 +320,30 @@ def test_keys_under_a_collation_that_sees_no_case_are_one_key(small_batch: int, 
         work.rollback()
 
 
+def test_insert_ignore_keeps_the_first_of_keys_that_a_collation_finds_equal(
+    small_batch: int, icu_conninfo: str
+) -> None:
+    """However they are spelled: in the database's own order another one may be the first."""
+    with psycopg.connect(icu_conninfo, prepare_threshold=None) as work:
+        work.execute('CREATE SCHEMA "Odd %"')
+        work.execute(
+            """CREATE COLLATION "Odd %"."No Case" (provider = icu, locale = 'und-u-ks-level2', deterministic = false)"""
+        )
+        work.execute('CREATE TEMP TABLE t (k text COLLATE "Odd %"."No Case" PRIMARY KEY, v int)')
+        writer = TableWriter("t", mode="insert-ignore", small_batch=small_batch)
+        assert writer.write(work, [("B", 1), ("b", 2), ("a", 3), ("A", 4)]) == 2
+        assert work.execute("SELECT k, v FROM t ORDER BY v").fetchall() == [("B", 1), ("a", 3)]
+        work.rollback()
+
+
+def test_an_index_of_another_collation_does_not_make_a_key(work: Connection, make_table: MakeTable) -> None:
+    """What is equal for it, may not be for the column."""
+    table = make_table("(k text, v int)")
+    work.execute(f'CREATE UNIQUE INDEX ON {table} (k COLLATE "C")')
+    with pytest.raises(TableError, match="nor one of another collation"):
+        TableWriter(table, mode="upsert", key=["k"]).write(work, [("a", 1)])
+
+
 def check_equal_keys(work: Connection, kind: str, first: Any, second: Any, small_batch: int) -> None:
     work.execute(f"CREATE TEMP TABLE equal_keys (k {kind} PRIMARY KEY, v int)")
     writer = TableWriter("equal_keys", mode="upsert", small_batch=small_batch)

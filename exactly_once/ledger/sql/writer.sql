@@ -54,6 +54,7 @@ SELECT a.attname AS name, format_type(a.atttypid, a.atttypmod) AS type_name, for
        a.attidentity <> '' OR coalesce(pg_get_expr(v.adbin, v.adrelid) LIKE 'nextval(%%', false) AS is_numbered,
        own.typtype = 'd' AS is_domain,
        coalesce(l.collisdeterministic, true) AS is_deterministic,
+       CASE WHEN l.collname <> 'default' THEN concat(l.collnamespace::regnamespace, '.', quote_ident(l.collname)) END AS collation,
        (SELECT s.nspname
         FROM pg_opclass c JOIN pg_am m ON m.oid = c.opcmethod JOIN pg_amop w ON w.amopfamily = c.opcfamily
         JOIN pg_operator r ON r.oid = w.amopopr JOIN pg_namespace s ON s.oid = r.oprnamespace
@@ -83,7 +84,8 @@ LEFT JOIN pg_collation l ON l.oid = a.attcollation
 ORDER BY a.attnum
 
 -- name: keys_of_table
--- Read the sets of columns that ON CONFLICT can name, the primary key first.
+-- Read the sets of columns that ON CONFLICT can name, the primary key first; not those that an index finds equal in other cases
+-- than the columns' own collation.
 SELECT ARRAY(SELECT a.attname::text
              FROM unnest(i.indkey[0:i.indnkeyatts - 1]::int2[]) WITH ORDINALITY AS k(attnum, n)
              JOIN pg_attribute a ON a.attrelid = i.indrelid AND a.attnum = k.attnum
@@ -91,6 +93,9 @@ SELECT ARRAY(SELECT a.attname::text
 FROM pg_index i
 WHERE i.indrelid = %(oid)s AND i.indisunique AND i.indisvalid AND i.indimmediate
   AND i.indpred IS NULL AND i.indexprs IS NULL
+  AND NOT EXISTS (SELECT FROM unnest(i.indkey[0:i.indnkeyatts - 1]::int2[], i.indcollation::oid[]) AS k(attnum, collation_oid)
+                  JOIN pg_attribute a ON a.attrelid = i.indrelid AND a.attnum = k.attnum
+                  WHERE a.attcollation <> k.collation_oid)
 ORDER BY i.indisprimary DESC, i.indexrelid
 
 -- name: lock_table
