@@ -571,11 +571,8 @@ class Maintenance:
         if answer is None:
             self._compare_new_from = time.monotonic() + _BUSY_SECONDS
             return
-        held = {
-            Partition(tp.topic, tp.partition): (tp.offset, origin_of(tp.metadata))
-            for tp in answer
-            if tp.offset >= 0 and tp.error is None
-        }
+        answered = {Partition(tp.topic, tp.partition): tp for tp in answer if tp.error is None}
+        held = {p: (tp.offset, origin_of(tp.metadata)) for p, tp in answered.items() if tp.offset >= 0}
         for partition in self._start_offsets.compare(new, held, own):
             known = f"Kafka holds offset {held[partition][0]}"
             self.commits.log_rewound(partition, owned[partition].next_offset, known)
@@ -607,7 +604,8 @@ class Maintenance:
         for partition in new:
             state = owned[partition]
             state.compared_epoch = state.epoch
-            state.is_to_mirror |= partition in held and held[partition] != (state.next_offset, own)
+            # Its last owner may have ended between a COMMIT and this.
+            state.is_to_mirror |= partition in answered and held.get(partition) != (state.next_offset, own)
 
     def check_rows_soon(self) -> None:
         """Have the rows looked at by the next step: a partition that was bad may have been mended."""

@@ -407,6 +407,23 @@ def test_after_close_kafka_has_what_the_ledger_has(
     assert sum(offsets) == consumer.counters.messages
 
 
+def test_kafka_gets_the_offsets_of_an_owner_that_could_not_mirror_them(
+    *, make_consumer: MakeConsumer, bootstrap_servers: str, topic: str, db: Db, name: str, protocol: dict[str, Any]
+) -> None:
+    """Also where nothing is left to apply: who goes back to an old consumer would apply all of it again."""
+    for _ in range(2):
+        with make_consumer(protocol) as consumer:
+            consumer.subscribe([topic])
+            drain(consumer)
+        offsets = [offset for offset, _ in ledger(db, name)]
+        assert committed(bootstrap_servers, name, topic) == offsets
+        assert sum(offsets) == MESSAGES
+        # As if it had been killed behind its last COMMIT.
+        admin = AdminClient({"bootstrap.servers": bootstrap_servers})
+        until(lambda: members(bootstrap_servers, name) == 0, 60, "all members have left")
+        admin.delete_consumer_groups([name])[name].result(60)
+
+
 def test_break_leaves_the_next_unit_undone(make_consumer: MakeConsumer, topic: str, db: Db, name: str) -> None:
     with make_consumer(max_messages=10) as consumer:
         consumer.subscribe([topic])
