@@ -73,6 +73,8 @@ class Part:
     """The rows that go into one table."""
 
     options: Options
+    table: str
+    """The full name of the table that the driver has found: a task's session may find another one."""
     columns: tuple[str, ...]
     """The columns that are written; a task sees more."""
     has_places: bool
@@ -137,7 +139,7 @@ class Attempt:
         self.ledger = work.options.ledger_in(self.session)
         self.unit = UnitOfWork(self.ledger)
         self.result = Result()
-        self.writers = writers or [part.options.writer() for part in work.parts]
+        self.writers = writers or [part.options.writer(part.table) for part in work.parts]
         self._watcher = work.options.watcher(self.session, kin)
         self._may_have_committed = False
         # Whether the ledger's rows are rotated: on the driver, who brings writers, now and then; in tasks never.

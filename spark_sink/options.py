@@ -119,12 +119,14 @@ class Options:
         # Spark chooses where to start, whatever another program of the group has committed to Kafka.
         return StartOffsets(ledger, Cluster(settings), start="earliest", on_out_of_range="fail")
 
-    def writer(self) -> TableWriter:
-        """Return the writer of the one table; rows that replace others are appended to the emptied table."""
-        assert self.table is not None
-        return TableWriter(
-            self.table, mode="append" if self.mode == "replace" else self.mode, key=self.key, add=self.add
-        )
+    def writer(self, table: str | None = None) -> TableWriter:
+        """Return the writer of the one table, by its full name if that is known.
+
+        Rows that replace others are appended to the emptied table.
+        """
+        name = table or self.table
+        assert name is not None
+        return TableWriter(name, mode="append" if self.mode == "replace" else self.mode, key=self.key, add=self.add)
 
     def report(self, query_id: str, run_id: UUID | str, batch_id: int, fingerprint: str | None) -> dict[str, Any]:
         """Return what is written down of a batch, for `exactly-once status`, but for what it has written."""

@@ -335,8 +335,12 @@ def claim(
             "the checkpoint; or say mode='insert-ignore' or 'upsert' with a key, without add=; or empty the table and "
             "choose another group_id"
         )
+    return claimed
+
+
+def tell_foreign(options: Options, tables: Iterable[Table]) -> None:
+    """Log which tables cannot be written exactly once."""
     for table in tables:
         if table.is_foreign:
             extra = about("foreign_table", group=options.group_id)
             logger.warning("%s is a foreign table: after a crash at COMMIT rows can be there twice", table, extra=extra)
-    return claimed

@@ -36,7 +36,7 @@ from .errors import RowsOutOfOrder, StageLost
 from .frame import columns_of
 from .offset_log import NotKafka, OffsetLog, on_disk
 from .options import Options
-from .owners import Owners, ask, claim, grant_of, query_row
+from .owners import Owners, ask, claim, grant_of, query_row, tell_foreign
 from .ranges import NO_PLACE, PLACES, ObservedRange, Range, looked_through, one_batch, refuse_older, remaining, spans
 from .stream_query import refuse_kept_rows
 
@@ -269,11 +269,16 @@ class StagedCommit:
         table.refuse_unlogged()
         stateful = [] if self._log is None else self._log.stateful()
         refuse_kept_rows(stateful, options)
-        claimed = claim(connection, options, [table], self._name, stateful, is_job=is_job) if is_first else None
-        is_known = claimed is None or claimed.is_known_query
+        # Each time: this session may have found another table than the last one.
+        claimed = claim(connection, options, [table], self._name, stateful, is_job=is_job)
+        if is_first:
+            tell_foreign(options, [table])
+        is_known = not is_first or claimed.is_known_query
         columns = columns_of(schema, table, options, writer.key(connection))
         log(options, defined, has_written=is_known)
-        return Part(options=options, columns=columns, has_places=options.ledger == "offsets"), is_known
+        return Part(
+            options=options, table=str(table), columns=columns, has_places=options.ledger == "offsets"
+        ), is_known
 
     def _ranges(self, chunks: Iterable[Chunk]) -> list[Range]:
         """Return what the batch covers, from the checkpoint where it can be had."""

@@ -40,7 +40,7 @@ from .errors import FrameError, LedgerBehindCheckpoint, RowsOutOfOrder
 from .frame import combine, fit, has_places, match
 from .offset_log import GIVE, Failure, OffsetLog, reader
 from .options import Options
-from .owners import IF_MADE_AGAIN, Claim, Owners, ask, claim, query_row
+from .owners import IF_MADE_AGAIN, Claim, Owners, ask, claim, query_row, tell_foreign
 from .ranges import KEPT, OFFSET, Range, not_written, one_batch, over_skipped, refuse_older, remaining
 from .report import BatchReport
 from .stream_query import StreamQuery, refuse_kept_rows
@@ -198,7 +198,8 @@ class Run:
         for name, frame in frames.items():
             target, _, table, key = self._tables[name]
             prepared, columns = fit(frame, table, target, key)
-            parts.append(Part(options=target, columns=columns, has_places=has_places(frame.schema, target)))
+            is_placed = has_places(frame.schema, target)
+            parts.append(Part(options=target, table=str(table), columns=columns, has_places=is_placed))
             fitted.append(prepared)
         return combine(fitted), tuple(parts)
 
@@ -214,7 +215,8 @@ class Run:
             for target in self._sent.targets:
                 schema = schemas.get(str(target.table))
                 executed += define(connection, target, schema)
-                writer = target.writer()
+                # By its full name from here on: the next session may look in other schemas.
+                writer = target.writer(str(target.writer().table(connection, locks=False)))
                 table = writer.table(connection, locks=False)  # the tasks look again before they write
                 table.refuse_unlogged()
                 key = writer.key(connection)
@@ -226,6 +228,7 @@ class Run:
         log(self._options, executed, has_written=any(known))
         if not self._tables:
             self._known = known
+            tell_foreign(self._options, tables)
         self._tables = found
 
     def _take(self, batch_id: int) -> tuple[list[Range], list[Range], dict[Partition, int]]:

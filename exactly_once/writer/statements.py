@@ -271,7 +271,7 @@ def _values(plan: Plan, natives: Sequence[bool]) -> list[sql.Composable]:
 
 
 def _collated(value: sql.Composable, column: Column) -> sql.Composable:
-    """Return a value that is sorted as its column is: the first of those that are equal there is the first that came."""
+    """Return a value that is sorted as its column is: of those that are equal there the first one comes first."""
     return value if column.collation is None else sql.SQL("{} COLLATE {}").format(value, sql.SQL(column.collation))
 
 

@@ -105,7 +105,8 @@ def interval(typmod: int) -> Codec:
 
     if typmod < 0:
         return named("interval", {timedelta}, coerce)
-    return by_text(lambda value: as_literal(value if isinstance(value, timedelta) else coerce(value)))
+    # Each field with the sign of all: of one second before nothing, as Python splits it, a whole day would be left.
+    return by_text(lambda value: _whole_days(value) if isinstance(value, timedelta) else as_literal(coerce(value)))
 
 
 def read_moment(text: str) -> datetime:
@@ -148,6 +149,11 @@ def clock_of(microseconds: int) -> time:
     """Return the time so long after midnight."""
     seconds, micros = divmod(microseconds, _SECOND)
     return time(seconds // 3600, seconds // 60 % 60, seconds % 60, micros)
+
+
+def _whole_days(length: timedelta) -> str:
+    days = abs(length).days * (-1 if length < timedelta() else 1)
+    return f"{days:+d} days {(length - timedelta(days)) // timedelta(microseconds=1):+d} microseconds"
 
 
 def span_of(microseconds: int) -> str:

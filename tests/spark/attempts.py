@@ -66,7 +66,7 @@ class Place:
             instance=owners._ledger.session.instance,
             grants=tuple(owners.held[r.partition] for r in ranges),
             ranges={r.partition: r for r in ranges},
-            parts=(Part(options=chosen, columns=("partition", "offset"), has_places=True),),
+            parts=(Part(options=chosen, table=str(chosen.table), columns=("partition", "offset"), has_places=True),),
         )
 
     def rows(self, *offsets: Iterable[int]) -> pa.RecordBatch:
@@ -140,7 +140,7 @@ class CountingPlace(NamedTuple):
             instance=owners._ledger.session.instance,
             grants=(owners.held[row],),
             ranges={row: Range(partition=row, start=batch_id, end=batch_id + 1)},
-            parts=(Part(options=chosen, columns=("partition", "offset"), has_places=False),),
+            parts=(Part(options=chosen, table=str(chosen.table), columns=("partition", "offset"), has_places=False),),
             report={
                 "group_id": self.place.name,
                 "query_id": self.query_id,

@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from psycopg.types.multirange import Multirange
 from psycopg.types.range import Range
 
+from exactly_once.ledger.session import last_row
 from exactly_once.writer import BadRow, TableError, TableWriter
 from tests.writer.conftest import Connection, MakeTable
 
@@ -293,6 +294,21 @@ def test_a_time_that_is_negative_is_the_same_in_every_style(
     seconds = work.execute(f"SELECT EXTRACT(epoch FROM i)::float8, EXTRACT(epoch FROM more[1])::float8 FROM {table}")
     expected = [value.total_seconds() for value in values]
     assert seconds.fetchall() == [*((e, e) for e in expected), *((e, None) for e in expected)]
+
+
+@pytest.mark.parametrize("fields", ["day", "hour", "day to hour", "minute to second", "day to second(1)", "(0)"])
+@pytest.mark.parametrize("way", WAYS)
+def test_what_an_interval_of_fields_keeps_of_a_timedelta_is_what_postgres_keeps(
+    way: str, fields: str, work: Connection, make_table: MakeTable
+) -> None:
+    """Cut as Postgres cuts the same time in hours: Python splits a second before nothing into a day less and the rest."""
+    table = make_table(f"(id int PRIMARY KEY, i interval {fields}, more interval {fields}[])")
+    values = [timedelta(seconds=-1), timedelta(days=-1, hours=-2, minutes=-3, seconds=-4.5), timedelta(days=1, hours=5)]
+    TableWriter(table, **WAYS[way]).write(work, [(i, value, [value]) for i, value in enumerate(values)])
+    texts = ["-00:00:01", "-1 days -02:03:04.5", "1 day 05:00:00"]
+    kept = [str(last_row(work.execute(f"SELECT '{text}'::interval {fields}::text"))[0]) for text in texts]
+    found = work.execute(f"SELECT i::text, more[1]::text FROM {table} ORDER BY id").fetchall()
+    assert found == [(text, text) for text in kept]
 
 
 @pytest.mark.parametrize("style", ["postgres", "sql_standard"])
