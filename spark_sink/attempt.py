@@ -422,6 +422,8 @@ def _in_json(value: Any, column: Column | None) -> str:
     if value.is_valid and (pa.types.is_list(value.type) or pa.types.is_large_list(value.type)):
         return f"[{', '.join(_in_json(each, column and column.element) for each in value.values)}]"
     found, kind = _shown(value), column and column.base_name
+    if pa.types.is_decimal(value.type) and kind in ("real", "double precision") and found is not None:
+        return str(found)  # for these a number in text is none
     if isinstance(found, bytes):
         if kind == "bytea":
             found = base64.b64encode(found).decode()

@@ -45,10 +45,16 @@ _TEXTS = ("text", "varchar", "bpchar")
 _NEVER = {
     "boolean": (*_NUMBERS, *_TEXTS),
     **dict.fromkeys(("byte", "short", "integer", "long", "float", "double", "decimal"), ("bool", *_TEXTS)),
-    "date": ("timestamptz", *_TEXTS),
-    **dict.fromkeys(("timestamp", "timestamp_ntz"), ("date", *_TEXTS)),
 }
-_NOT_IN_JSON = ("decimal", "date", "timestamp", "timestamp_ntz")
+# Of these the only type of Postgres, but for JSON, that takes a value.
+_ONLY = {
+    "date": "date",
+    "timestamp": "timestamptz",
+    "timestamp_ntz": "timestamp",
+    "time": "time",
+    "daytimeinterval": "interval",
+}
+_NOT_IN_JSON = ("decimal", "date", "timestamp", "timestamp_ntz", "time", "daytimeinterval")
 # What holds nulls only becomes this, which Arrow takes; of array() it says that no element may be null.
 _OF_NULLS = {"void": "string", "array": "array<string>"}
 _NOT_IN_ARROW = ("interval", "yearmonthinterval")
@@ -222,6 +228,11 @@ def check_key(key: Iterable[str], columns: Iterable[str], table: Table | str) ->
         )
 
 
+def _takes(target: str | None, kind: str) -> bool:
+    """Tell whether a type of Postgres may take values of one of Spark's; of one that is not known Postgres decides."""
+    return target is None or (target not in _NEVER.get(kind, ()) and target == _ONLY.get(kind, target))
+
+
 def _form(field: StructField, column: Column, table: Table) -> Form:
     """Tell as what a column must be sent."""
     kind, target = field.dataType.typeName(), name_of(column.type_oid)
@@ -238,8 +249,8 @@ def _form(field: StructField, column: Column, table: Table) -> Form:
             raise FrameError(f"{place}; make that column jsonb, or flatten the frame's with select()")
         if element is not None and element.typeName() == "void":
             return "null"
-    if target in _NEVER.get(kind, ()) or kind in _NOT_IN_ARROW:
-        raise FrameError(f"{place}, which takes no such value; cast it in the frame, or alter the table")
+        if element is not None and not _takes(name_of(column.element.type_oid), element.typeName()):
+            raise FrameError(f"{place}, which takes no such values; cast them in the frame, or alter the table")
     if kind in _NOT_IN_JSON and target in _JSON:
         raise FrameError(f"{place}; make it JSON in the frame, such as with to_json(struct({field.name})), or text")
     if (kind, target) in _ZONED_AND_NOT:
@@ -247,6 +258,8 @@ def _form(field: StructField, column: Column, table: Table) -> Form:
             f"{place}: one says a time zone and the other none, so the server's setting would decide. Convert it with "
             "from_utc_timestamp/to_utc_timestamp and a cast, or alter the table"
         )
+    if not _takes(target, kind) or kind in _NOT_IN_ARROW:
+        raise FrameError(f"{place}, which takes no such value; cast it in the frame, or alter the table")
     if kind == "decimal" and target in ("int2", "int4", "int8"):
         raise FrameError(f"{place}; cast it to an integer type in the frame")
     precision, scale = precision_and_scale(column.typmod)

@@ -338,9 +338,18 @@ def claim(
     return claimed
 
 
-def tell_foreign(options: Options, tables: Iterable[Table]) -> None:
-    """Log which tables cannot be written exactly once."""
+def tell_odd(connection: Connection, options: Options, tables: Iterable[Table], *, has_written: bool) -> None:
+    """Log which tables cannot be written exactly once, and which cannot hold what the group ``has_written``."""
     for table in tables:
         if table.is_foreign:
             extra = about("foreign_table", group=options.group_id)
             logger.warning("%s is a foreign table: after a crash at COMMIT rows can be there twice", table, extra=extra)
+        ((is_unwritten,),) = execute(connection, options.schema, "is_unwritten", name=str(table))
+        if has_written and is_unwritten and options.mode != "replace":
+            logger.warning(
+                "%s is empty, and %s goes on behind what it has written before: those rows do not come again. To have "
+                "them, too, choose another group_id, which reads the topic from startingOffsets on",
+                table,
+                options.group,
+                extra=about("applied_before", group=options.group_id),
+            )

@@ -36,7 +36,7 @@ from .errors import RowsOutOfOrder, StageLost
 from .frame import columns_of
 from .offset_log import NotKafka, OffsetLog, on_disk
 from .options import Options
-from .owners import Owners, ask, claim, grant_of, query_row, tell_foreign
+from .owners import Owners, ask, claim, grant_of, query_row, tell_odd
 from .ranges import NO_PLACE, PLACES, ObservedRange, Range, looked_through, one_batch, refuse_older, remaining, spans
 from .stream_query import refuse_kept_rows
 
@@ -272,7 +272,7 @@ class StagedCommit:
         # Each time: this session may have found another table than the last one.
         claimed = claim(connection, options, [table], self._name, stateful, is_job=is_job)
         if is_first:
-            tell_foreign(options, [table])
+            tell_odd(connection, options, [table], has_written=any(claimed))
         is_known = not is_first or claimed.is_known_query
         columns = columns_of(schema, table, options, writer.key(connection))
         log(options, defined, has_written=is_known)

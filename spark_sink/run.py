@@ -40,7 +40,7 @@ from .errors import FrameError, LedgerBehindCheckpoint, RowsOutOfOrder
 from .frame import combine, fit, has_places, match
 from .offset_log import GIVE, Failure, OffsetLog, reader
 from .options import Options
-from .owners import IF_MADE_AGAIN, Claim, Owners, ask, claim, query_row, tell_foreign
+from .owners import IF_MADE_AGAIN, Claim, Owners, ask, claim, query_row, tell_odd
 from .ranges import KEPT, OFFSET, Range, not_written, one_batch, over_skipped, refuse_older, remaining
 from .report import BatchReport
 from .stream_query import StreamQuery, refuse_kept_rows
@@ -225,10 +225,10 @@ class Run:
                 found[str(target.table)] = target, writer, table, key
             tables = [table for _, _, table, _ in found.values()]
             known = claim(connection, self._options, tables, self.query_id, stateful)
+            tell_odd(connection, self._options, tables, has_written=any(known))
         log(self._options, executed, has_written=any(known))
         if not self._tables:
             self._known = known
-            tell_foreign(self._options, tables)
         self._tables = found
 
     def _take(self, batch_id: int) -> tuple[list[Range], list[Range], dict[Partition, int]]:

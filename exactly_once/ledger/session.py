@@ -481,9 +481,14 @@ class Session:
             if status in ("committed", "aborted"):
                 return status
             if status != "in progress":
+                what = f"Postgres no longer reports what became of transaction {begun.xid} (it answered {status!r})"
+                if status == "prepared":
+                    what = (
+                        f"transaction {begun.xid} was prepared, and stays with its locks: COMMIT PREPARED or ROLLBACK "
+                        "PREPARED ends it, by its name in pg_prepared_xacts"
+                    )
                 raise TransactionOutcomeUnknown(
-                    f"Postgres no longer reports what became of transaction {begun.xid} (it answered {status!r}); "
-                    "look whether its effects are there, then use exactly-once reset"
+                    f"{what}; look whether its effects are there, then use exactly-once reset"
                 )
             may_end = True
             try:

@@ -204,8 +204,10 @@ class Registry:
             request = urllib.request.Request(f"{url}/{path}", headers=self._headers)  # noqa: S310 - http, as was checked
             try:
                 with self._opener.open(request, timeout=_TIMEOUT_SECONDS) as answer:
-                    found: Mapping[str, Any] = json.loads(answer.read())
+                    found = json.loads(text := answer.read())
+                if isinstance(found, dict) and isinstance(found.get("schema"), str):
                     return found
+                reasons.append(f"it is no schema: {cut(text)}")  # of a gateway in front of it, perhaps
             except urllib.error.HTTPError as error:
                 with error:
                     text = error.read().decode(errors="replace")
@@ -359,7 +361,7 @@ def _protobuf(text: str, references: list[tuple[str, str]], url: str) -> Read:
         size = found.ByteSize()
         found.DiscardUnknownFields()  # which JSON has no names for
         if found.ByteSize() != size:
-            raise ValueError("it has fields that the schema does not: register the one that it was written with")
+            raise ValueError("it has fields, or numbers of an enum, that the schema does not: register the one that it was written with")
         told = json_format.MessageToJson(
             found,
             preserving_proto_field_name=True,

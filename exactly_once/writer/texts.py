@@ -16,7 +16,7 @@ from .errors import NAME_BYTES, cut
 _ADDRESS = re.compile(r"[\da-fA-F.:]+(?:/\d+)?", re.ASCII)
 _BARE_UUID = r"[\da-fA-F]{8}(?:-?[\da-fA-F]{4}){3}-?[\da-fA-F]{12}"
 _UUID = re.compile(rf"{_BARE_UUID}|\{{{_BARE_UUID}\}}", re.ASCII)
-_JSON_ALREADY = (bytes, bytearray, memoryview)
+_BYTES = (bytes, bytearray, memoryview)
 
 
 def limited(name: str, typmod: int) -> Codec:
@@ -56,14 +56,22 @@ def _holding(holds: Callable[[str], bool], what: str) -> Codec:
 def _to_text(value: Any) -> str:
     if isinstance(value, str):
         return str.__str__(value)
-    if isinstance(value, (bytes, bytearray, memoryview)):
-        return bytes(value).decode()
+    if isinstance(value, _BYTES):
+        return _decoded(bytes(value))
     return refuse("text is wanted")(value)
 
 
+def _decoded(value: bytes) -> str:
+    try:
+        return value.decode()
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{cut(value)} is no text: {error}") from None
+
+
 def _json_bytes(version: bytes, value: Any) -> bytes:
-    if isinstance(value, _JSON_ALREADY):
-        return version + bytes(value)
+    if isinstance(value, _BYTES):  # JSON already
+        _decoded(text := bytes(value))  # else it goes to Postgres as it is
+        return version + text
     if isinstance(value, str):
         return version + value.encode()
     if hasattr(value, "obj"):  # psycopg's Json and Jsonb

@@ -250,6 +250,8 @@ UTC = pa.timestamp("us", "UTC")
         ("float8", pa.array([float("nan")])),
         ("float8[]", pa.array([[float("-inf"), None, 0.1]])),
         ("real", pa.array([0.1], pa.float32())),
+        ("float8", pa.array([Decimal("1.50")], pa.decimal128(10, 2))),
+        ("real[]", pa.array([[Decimal("-0.25"), None]], pa.list_(pa.decimal128(10, 2)))),
         ("numeric", pa.array([Decimal("1234567890123456789012345678.0123456789")], pa.decimal128(38, 10))),
         ("timestamptz", pa.array([datetime(1, 1, 1, 5, tzinfo=UTC_ZONE)], UTC)),
         ("timestamp[]", pa.array([[datetime(2026, 3, 8, 2, 30, 0, 5), None]], pa.list_(pa.timestamp("us")))),  # noqa: DTZ001

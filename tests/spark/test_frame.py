@@ -95,6 +95,13 @@ def test_nested_columns_go_into_json_as_json(case: Case) -> None:
         ("n timestamptz", "n date", "cast it"),
         ("n date", "n timestamp_ntz", "cast it"),
         ("n interval", "n interval year to month", "cast it"),
+        ("n timestamp", "n date", "takes no such value; cast it"),
+        ("n time", "n timestamp", "takes no such value; cast it"),
+        ("n text", "n interval day to second", "takes no such value; cast it"),
+        ("n bigint", "n interval day to second", "takes no such value; cast it"),
+        ("n jsonb", "n interval day to second", "to_json"),
+        ("n timestamp[]", "n array<timestamp>", "takes no such values; cast them"),
+        ("n text[]", "n array<int>", "takes no such values; cast them"),
         ("n jsonb", "n decimal(9,2)", "to_json"),
     ],
 )
@@ -136,6 +143,7 @@ def test_an_upsert_cannot_change_what_postgres_numbers_always(case: Case) -> Non
         ("s jsonb", "s struct<id:int,ID:bigint>"),
         ("t text, b bytea, j jsonb, i interval", "t string, b binary, j string, i interval day to second"),
         ("f real, d double precision, n numeric, x bigint", "f float, d double, n bigint, x int"),
+        ("t timestamptz[], n int[], s text[]", "t array<timestamp>, n array<int>, s array<string>"),
     ],
 )
 def test_a_column_that_fits_is_taken(case: Case, table: str, frame: str) -> None:

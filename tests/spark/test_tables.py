@@ -9,6 +9,7 @@ from typing import Any
 
 import psycopg
 import pytest
+from psycopg.conninfo import make_conninfo
 
 from tests.spark.scene import JOURNAL, Scene
 from tests.spark.source import write_stream
@@ -46,6 +47,63 @@ def test_a_group_that_writes_another_table_than_before_is_refused(
     for _ in range(2):  # left in the program
         scene.run(scene.sink(table=other, previous_table=JOURNAL))
         assert db.execute(count).fetchone() == (10,)
+
+
+@pytest.fixture
+def moving(scene: Scene, name: str, db: psycopg.Connection[Any]) -> Iterator[str]:
+    """A table of a role; as soon as it is written to, new sessions of the role find another one under its name."""
+    db.execute(f"CREATE SCHEMA {name}_other; CREATE TABLE public.{name} (LIKE {JOURNAL} INCLUDING ALL)")
+    db.execute(f"CREATE TABLE {name}_other.{name} (LIKE {JOURNAL} INCLUDING ALL)")
+    db.execute(f"CREATE ROLE {name} SUPERUSER LOGIN PASSWORD '{name}'")
+    db.execute(
+        f"""CREATE FUNCTION {name}_other.move() RETURNS trigger LANGUAGE plpgsql AS
+            $$ BEGIN ALTER ROLE {name} SET search_path = {name}_other, public; RETURN NULL; END $$"""
+    )
+    db.execute(f"CREATE TRIGGER t AFTER INSERT ON public.{name} EXECUTE FUNCTION {name}_other.move()")
+    scene.conninfo = make_conninfo(scene.conninfo, user=name, password=name)
+    yield name
+    db.execute(f"DROP TABLE public.{name}; DROP SCHEMA {name}_other CASCADE; DROP ROLE {name}")
+
+
+@pytest.mark.parametrize("options", [{}, {"transaction": "partition"}, {"small_batch": 1000}])
+def test_a_run_writes_the_table_that_it_began_with(
+    scene: Scene, moving: str, db: psycopg.Connection[Any], options: dict[str, Any]
+) -> None:
+    """Each task has a session of its own."""
+    scene.produce(10)
+    scene.run(scene.sink(table=moving, **options), per_trigger=2)
+    assert db.execute(f"SELECT count(*) FROM public.{moving}").fetchone() == (10,)
+    scene.produce(2)
+    with pytest.raises(Exception, match=rf"has written into public.{moving}, now the table is {moving}_other.{moving}"):
+        scene.run(scene.sink(table=moving, **options))
+    assert db.execute(f"SELECT count(*) FROM {moving}_other.{moving}").fetchone() == (0,)
+
+
+def test_the_data_source_refuses_another_table_within_a_run(
+    scene: Scene, moving: str, db: psycopg.Connection[Any]
+) -> None:
+    scene.produce(10)
+    with pytest.raises(Exception, match=rf"has written into public.{moving}, now the table is {moving}_other.{moving}"):
+        write_stream(scene, table=moving, per_trigger=2)
+    assert db.execute(f"SELECT count(*) FROM {moving}_other.{moving}").fetchone() == (0,)
+
+
+@pytest.mark.parametrize("writes", ["sink", "data source"])
+def test_a_table_that_was_emptied_is_told(
+    scene: Scene, other: str, db: psycopg.Connection[Any], writes: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    write = (
+        partial(write_stream, scene) if writes == "data source" else lambda table: scene.run(scene.sink(table=table))
+    )
+    scene.produce(10)
+    for is_empty in (False, False, True):  # at its first start nothing was written
+        if is_empty:
+            db.execute(f"TRUNCATE {other}")
+        caplog.clear()
+        write(table=other)
+        scene.produce(2)
+        told = [r.getMessage() for r in caplog.records if getattr(r, "action", None) == "applied_before"]
+        assert [f"{other} is empty, and" in text.replace('"', "") for text in told] == [True] * is_empty
 
 
 @pytest.mark.parametrize("writes", ["sink", "data source"])

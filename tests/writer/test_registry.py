@@ -48,6 +48,7 @@ class StandIn:
         self.subjects: dict[tuple[str, int], int] = {}
         self.asked: list[str] = []
         self.status = 200
+        self.body: Any = ...  # what it answers in place of a schema
         self.is_away_for = 0
         """So many requests are answered with 503 first."""
         self.authorization = ""
@@ -84,6 +85,8 @@ class StandIn:
         self.is_away_for -= 1
         if self.is_away_for >= 0:
             return 503, "starting"
+        if self.body is not ...:
+            return 200, self.body
         if self.status != 200:
             return self.status, {"error_code": self.status, "message": "not now"}
         if found := re.match(r"/schemas/ids/(\d+)", path):
@@ -504,7 +507,7 @@ def test_a_field_that_a_schema_of_protobuf_lacks_is_not_dropped(
     refers = registry.add("", "PROTOBUF", serialized=customer.SerializeToString())
     references = [registry.reference("customer.proto", refers)]
     number = registry.add("", "PROTOBUF", serialized=file.SerializeToString(), references=references)
-    with pytest.raises(BadRow, match=rf"not as schema {number} says: it has fields that the schema does not"):
+    with pytest.raises(BadRow, match=rf"not as schema {number} says: it has fields, or numbers of an enum, that the schema does not"):
         write(db, name, registry, message(framed(number, b"\x02\x02" + unknown)))
 
 
@@ -543,6 +546,11 @@ def test_a_registry_that_is_away_or_refuses_is_not_the_messages_fault(
     for status, kind in ((503, RegistryAway), (429, RegistryAway), (401, TableError), (404, TableError)):
         registry.status = status
         with pytest.raises(kind, match=f"schema {number}"):
+            write(db, name, registry, sent)
+    registry.status = 200
+    for body in ({"status": "maintenance"}, {"error_code": 50001}, {"schema": None}, [], None, "x"):  # of a gateway
+        registry.body = body
+        with pytest.raises(RegistryAway, match=f"does not answer for schema {number}: it is no schema: "):
             write(db, name, registry, sent)
     registry.close()
     with pytest.raises(RegistryAway, match="does not answer"):

@@ -610,6 +610,17 @@ def test_an_error_of_copy_names_the_message(
     assert classify(caught.value, connection_lost=False) is Fault.HANDLER
 
 
+@pytest.mark.parametrize("kind", ["json", "jsonb", "text", "varchar(9)", "jsonb[]", "text[]"])
+@pytest.mark.parametrize("mode", ["append", "upsert", "insert-ignore"])
+def test_bytes_that_are_no_text_are_bad_whatever_the_mode(
+    mode: Any, kind: str, small_batch: int, work: Connection, make_table: MakeTable
+) -> None:
+    table = make_table(f"(id int PRIMARY KEY, v {kind})")
+    good, bad = ([b"1"], [b'"\xff"']) if kind.endswith("[]") else (b"1", b'"\xff"')
+    with pytest.raises(BadRow, match=r"orders\[3\] offset 101: column v: .*utf-8"):
+        TableWriter(table, mode=mode, small_batch=small_batch).write(work, [(1, good), (2, bad)], origins=messages(2))
+
+
 @pytest.mark.parametrize("language", ["de_DE.UTF-8", "C"])
 def test_the_row_is_found_in_messages_of_any_language(language: str, work: Connection, make_table: MakeTable) -> None:
     table = make_table("(v text)")
