@@ -152,6 +152,15 @@ def test_a_foreign_table_is_warned_of(target: Target, db: Looking, name: str, ca
         db.execute(f"DROP FOREIGN DATA WRAPPER {name} CASCADE")
 
 
+def test_a_table_that_was_emptied_is_told(target: Target, db: Looking, caplog: pytest.LogCaptureFixture) -> None:
+    Run(target).write(rows(target.name, 0, range(5)))
+    assert "is empty" not in caplog.text
+    db.execute(f"TRUNCATE {target.name}")
+    again = Run(target)
+    again.write(again.rows(0, range(5, 9)), batch_id=1)
+    assert f"is empty, and group '{target.name}' goes on behind what it has written before" in caplog.text
+
+
 # Who may publish.
 
 

@@ -88,19 +88,15 @@ def test_the_data_source_refuses_another_table_within_a_run(
     assert db.execute(f"SELECT count(*) FROM {moving}_other.{moving}").fetchone() == (0,)
 
 
-@pytest.mark.parametrize("writes", ["sink", "data source"])
 def test_a_table_that_was_emptied_is_told(
-    scene: Scene, other: str, db: psycopg.Connection[Any], writes: str, caplog: pytest.LogCaptureFixture
+    scene: Scene, other: str, db: psycopg.Connection[Any], caplog: pytest.LogCaptureFixture
 ) -> None:
-    write = (
-        partial(write_stream, scene) if writes == "data source" else lambda table: scene.run(scene.sink(table=table))
-    )
     scene.produce(10)
     for is_empty in (False, False, True):  # at its first start nothing was written
         if is_empty:
             db.execute(f"TRUNCATE {other}")
         caplog.clear()
-        write(table=other)
+        scene.run(scene.sink(table=other))
         scene.produce(2)
         told = [r.getMessage() for r in caplog.records if getattr(r, "action", None) == "applied_before"]
         assert [f"{other} is empty, and" in text.replace('"', "") for text in told] == [True] * is_empty
