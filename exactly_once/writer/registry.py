@@ -361,7 +361,8 @@ def _protobuf(text: str, references: list[tuple[str, str]], url: str) -> Read:
         size = found.ByteSize()
         found.DiscardUnknownFields()  # which JSON has no names for
         if found.ByteSize() != size:
-            raise ValueError("it has fields, or numbers of an enum, that the schema does not: register the one that it was written with")
+            what = "fields, or numbers of an enum, that the schema does not"
+            raise ValueError(f"it has {what}: register the one that it was written with")
         told = json_format.MessageToJson(
             found,
             preserving_proto_field_name=True,

@@ -131,7 +131,7 @@ def test_a_transaction_that_the_handler_prepared_is_not_redelivered_after_a_rest
         scene = make_scene(20)
         with scene.consumer(conninfo=server.conninfo) as consumer:
             unit = next(iter(consumer))
-            with pytest.raises(TransactionOutcomeUnknown), unit:
+            with pytest.raises(TransactionOutcomeUnknown, match="was prepared, and stays with its locks"), unit:
                 record(unit, "test", counts=False)
                 unit.execute("PREPARE TRANSACTION 'later'")
         another = scene.consumer(conninfo=server.conninfo, stop_on_bad_partition=True)

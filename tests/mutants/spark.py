@@ -603,4 +603,25 @@ SPARK = (
             "offsets=moves))",
         ),
     ),
+    # The table that a run writes.
+    *each(
+        "spark_sink/attempt.py",
+        ("tests/spark/test_tables.py::test_a_run_writes_the_table_that_it_began_with",),
+        (
+            "task-table",
+            "a task finds another table under the name: misplaces",
+            "part.options.writer(part.table)",
+            "part.options.writer()",
+        ),
+    ),
+    *each(
+        "spark_sink/owners.py",
+        (f"{PUBLICATION}::test_a_table_that_was_emptied_is_told",),
+        (
+            "emptied-table",
+            "nothing tells that the rows of earlier batches are gone",
+            "if has_written and is_unwritten and",
+            "if False and",
+        ),
+    ),
 )

@@ -914,4 +914,71 @@ WRITING = (
             "            if False:\n                text",
         ),
     ),
+    # Keys that a collation finds equal, a server's other languages, bytes that are no text.
+    *each(
+        "exactly_once/writer/statements.py",
+        (f"{TABLE_WRITER}::test_insert_ignore_keeps_the_first_of_keys_that_a_collation_finds_equal",),
+        (
+            "equal-spelling",
+            "of keys that a collation finds equal the first by another order is stored",
+            "return value if column.collation is None else sql",
+            "return value if True else sql",
+        ),
+    ),
+    *each(
+        "exactly_once/writer/statements.py",
+        ("tests/writer/test_statements.py",),
+        (
+            "language-column",
+            "an error of a server with other words names no row",
+            "^(?:COPY )?(?:{relations})",
+            "^COPY (?:{relations})",
+        ),
+        (
+            "language-name",
+            "a right on a sequence passes for one on its table",
+            '(?:$|[ ",])',
+            "",
+        ),
+    ),
+    *each(
+        "exactly_once/ledger/sql/writer.sql",
+        (f"{TABLE_WRITER}::test_an_index_of_another_collation_does_not_make_a_key",),
+        (
+            "index-collation",
+            "an index of another collation than the column's makes a key",
+            "WHERE a.attcollation <> k.collation_oid",
+            "WHERE false",
+        ),
+    ),
+    *each(
+        "exactly_once/writer/texts.py",
+        (f"{TABLE_WRITER}::test_bytes_that_are_no_text_are_bad_whatever_the_mode",),
+        (
+            "json-bytes",
+            "bytes that are no text fail a batch without their message",
+            "_decoded(text := bytes(value))",
+            "text = bytes(value)",
+        ),
+    ),
+    *each(
+        "exactly_once/writer/registry.py",
+        ("tests/writer/test_registry.py::test_a_registry_that_is_away_or_refuses_is_not_the_messages_fault",),
+        (
+            "registry-answer",
+            "a gateway's answer for the registry makes good messages bad",
+            'isinstance(found.get("schema"), str)',
+            "True",
+        ),
+    ),
+    *each(
+        "exactly_once/writer/times.py",
+        (f"{TYPES}::test_what_an_interval_of_fields_keeps_of_a_timedelta_is_what_postgres_keeps",),
+        (
+            "interval-fields",
+            "of a second before nothing a day is stored",
+            "(-1 if length < timedelta() else 1)",
+            "1",
+        ),
+    ),
 )
