@@ -344,8 +344,8 @@ def tell_odd(connection: Connection, options: Options, tables: Iterable[Table], 
         if table.is_foreign:
             extra = about("foreign_table", group=options.group_id)
             logger.warning("%s is a foreign table: after a crash at COMMIT rows can be there twice", table, extra=extra)
-        ((is_unwritten,),) = execute(connection, options.schema, "is_unwritten", name=str(table))
-        if has_written and is_unwritten and options.mode != "replace":
+        found = execute(connection, options.schema, "is_unwritten", name=str(table)).fetchone()
+        if has_written and found == (True,) and options.mode != "replace":
             logger.warning(
                 "%s is empty, and %s goes on behind what it has written before: those rows do not come again. To have "
                 "them, too, choose another group_id, which reads the topic from startingOffsets on",

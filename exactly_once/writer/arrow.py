@@ -60,8 +60,8 @@ def rows_of(batch: ArrowBatch) -> list[Row]:
                 try:
                     value.as_py(maps_as_pydicts="strict")
                 except (ValueError, OverflowError, KeyError) as reason:
-                    told = str(value.cast("string")) if str(value.type).startswith(("date", "timestamp")) else "value"
-                    raise BadRow(f"{told}: {reason}", row=row, column=name) from error
+                    told = f"{value.cast('string')}: " if str(value.type).startswith(("date", "timestamp")) else ""
+                    raise BadRow(f"{told}{reason}", row=row, column=name) from error
             raise
     return list(zip(*columns, strict=True))
 

@@ -164,7 +164,7 @@ def place_in_copy(plan: Plan, context: str) -> tuple[int | None, str | None]:
     return int(found[1]) - 1, next(columns, None)
 
 
-def names(text: str, name: str) -> bool:
+def has_name(text: str, name: str) -> bool:
     """Tell whether a text of Postgres, in any language, has a name in it."""
     return re.search(rf'(?:^|[ "]){re.escape(name)}(?:$|[ ",])', text) is not None
 

@@ -24,7 +24,7 @@ from .codec import Naive
 from .decoding import Decoded
 from .errors import BadRow, TableChanged, TableError, UnreadableValue, origin
 from .plan import Plan, Prepared
-from .statements import Conflict, Mode, append, merge, names, place_in_copy
+from .statements import Conflict, Mode, append, has_name, merge, place_in_copy
 from .table import Column, OnMissing, Table, lock_shape, read_table, refuse_encoding
 from .upsert import Upsert
 
@@ -337,7 +337,7 @@ class TableWriter:
         if is_kept_out(error):
             state = _REFUSED_BY_CHECK
         elif state == NOT_GRANTED:  # of the table, or of what a default, a check or a trigger of it uses
-            is_tables = names(error.diag.message_primary or "", plan.table.name) and not error.diag.context
+            is_tables = has_name(error.diag.message_primary or "", plan.table.name) and not error.diag.context
             return self._not_granted(error, plan.table) if is_tables else error
         if not reads_value and state.startswith(_STALE):
             self._table, self._stages = None, True

@@ -620,7 +620,7 @@ SPARK = (
         (
             "emptied-table",
             "nothing tells that the rows of earlier batches are gone",
-            "if has_written and is_unwritten and",
+            "if has_written and found == (True,) and",
             "if False and",
         ),
     ),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from exactly_once.writer.plan import Plan
-from exactly_once.writer.statements import names, place_in_copy
+from exactly_once.writer.statements import has_name, place_in_copy
 from exactly_once.writer.table import Column, Table
 
 COLUMNS = ["id", "column", "Zeile 7", "line", 'a, "b": c', "列"]
@@ -65,6 +65,6 @@ def test_what_another_copy_says_is_not_taken_for_ours() -> None:
 )
 def test_a_name_is_found_in_any_language_but_not_in_another_name(text: str) -> None:
     for name in ("t", "Odd name", "größe"):
-        assert names(text.format(name), name)
+        assert has_name(text.format(name), name)
         for other in (f"{name}_id_seq", f"a_{name}", f"{name}2"):
-            assert not names(text.format(other), name)
+            assert not has_name(text.format(other), name)
