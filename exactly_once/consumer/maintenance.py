@@ -604,8 +604,9 @@ class Maintenance:
         for partition in new:
             state = owned[partition]
             state.compared_epoch = state.epoch
-            # Its last owner may have ended between a COMMIT and this.
-            state.is_to_mirror |= partition in answered and held.get(partition) != (state.next_offset, own)
+            # Its last owner may have ended between a COMMIT and this. Of what nothing is applied nobody need know.
+            is_behind = held.get(partition) != (state.next_offset, own) and (partition in held or state.was_advanced)
+            state.is_to_mirror |= is_behind and partition in answered
 
     def check_rows_soon(self) -> None:
         """Have the rows looked at by the next step: a partition that was bad may have been mended."""

@@ -77,6 +77,8 @@ class PartitionState:
     """That of the last applied message."""
     next_offset: int = -1
     """The ledger's offset: everything below it is applied."""
+    was_advanced: bool = False
+    """Whether anything was applied when the row was acquired."""
     previous_instance: UUID | None = None
     """Who had the row and did not release it: a process that may stand still with locks of rows that we need."""
 
@@ -206,7 +208,7 @@ class Ownership:
                 continue
             state.phase = Phase.STARTING
             state.token, state.epoch = row.owner_token, row.owner_epoch
-            state.previous_instance = row.previous_instance
+            state.previous_instance, state.was_advanced = row.previous_instance, row.advanced_seconds_ago is not None
             state.invalidate()
 
     def started(self, partition: Partition, row: Row) -> None:

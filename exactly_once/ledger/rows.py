@@ -194,6 +194,7 @@ class Ledger:
                 # Whoever released it is well; only what is taken from somebody may be held up by him.
                 previous_instance=old.owner_instance if old.owner_token is not None else None,
                 previous_application=old.application,
+                advanced_seconds_ago=old.advanced_seconds_ago,
             )
             for row in rows
             for old in [before[row.partition]]

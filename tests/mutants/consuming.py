@@ -545,8 +545,8 @@ CONSUMING = (
         (
             "never-mirrored",
             "Kafka never gets the offsets of an owner that was killed before it had mirrored any",
-            "partition in answered and held.get(partition)",
-            "partition in held and held.get(partition)",
+            "(partition in held or state.was_advanced)",
+            "partition in held",
         ),
     ),
 )
