@@ -244,12 +244,11 @@ def _form(field: StructField, column: Column, table: Table) -> Form:
             _not_a_number(_quoted(field.name), field.dataType)  # refuses what JSON lacks
             return "json"
         element = getattr(field.dataType, "elementType", None)
-        is_nested = element is not None and element.typeName() in (*_NESTED, "array")
-        if kind in _NESTED or column.element is None or is_nested:
+        if element is None or column.element is None or element.typeName() in (*_NESTED, "array"):
             raise FrameError(f"{place}; make that column jsonb, or flatten the frame's with select()")
-        if element is not None and element.typeName() == "void":
+        if element.typeName() == "void":
             return "null"
-        if element is not None and not _takes(name_of(column.element.type_oid), element.typeName()):
+        if not _takes(name_of(column.element.type_oid), element.typeName()):
             raise FrameError(f"{place}, which takes no such values; cast them in the frame, or alter the table")
     if kind in _NOT_IN_JSON and target in _JSON:
         raise FrameError(f"{place}; make it JSON in the frame, such as with to_json(struct({field.name})), or text")

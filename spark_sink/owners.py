@@ -340,12 +340,13 @@ def claim(
 
 def tell_odd(connection: Connection, options: Options, tables: Iterable[Table], *, has_written: bool) -> None:
     """Log which tables cannot be written exactly once, and which cannot hold what the group ``has_written``."""
-    for table in tables:
+    for each, table in zip(options.targets, tables, strict=True):
         if table.is_foreign:
             extra = about("foreign_table", group=options.group_id)
             logger.warning("%s is a foreign table: after a crash at COMMIT rows can be there twice", table, extra=extra)
-        found = execute(connection, options.schema, "is_unwritten", name=str(table)).fetchone()
-        if has_written and found == (True,) and options.mode != "replace":
+        if not has_written or each.mode == "replace":
+            continue
+        if execute(connection, options.schema, "is_unwritten", name=str(table)).fetchone() == (True,):
             logger.warning(
                 "%s is empty, and %s goes on behind what it has written before: those rows do not come again. To have "
                 "them, too, choose another group_id, which reads the topic from startingOffsets on",

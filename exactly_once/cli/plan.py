@@ -368,16 +368,16 @@ def _effects(plan: Plan, *, is_one_log: bool, is_done: bool) -> list[str]:
     halted = [m for m in plan.moves if m.stored and m.stored.halted]
     effects += [f"{left_out} {other}" + ("" if blank or halted else why)] if left_out else []
     effects += [f"{gone} that the log has lost {other}, too"] if gone else []
-    beyond = [m for m in plan.moves if m.log is not None and (m.result or 0) > m.log.end]
+    beyond = [
+        f"{m.partition} ends at offset {m.log.end}: messages that are produced at offsets below {m.result} {other}"
+        for m in plan.moves
+        if m.log is not None and (m.result or 0) > m.log.end
+    ]
     effect = "no message comes again, none is left out" + (" of those that are there" if beyond else "")
     if effects:
         effect = f"messages: {'; '.join(effects)} (counted in offsets, so gaps of compaction and transactions count)"
     notes = [effect] if is_one_log and (effects or not (blank or halted)) else []
-    notes += [
-        f"{m.partition} ends at offset {m.log.end}: messages that are produced at offsets below {m.result} {other}"
-        for m in beyond
-        if m.log is not None
-    ]
+    notes += beyond
     if halted:
         places = ", ".join(f"{m.partition} at offset {m.old_offset}" for m in halted)
         notes.append(

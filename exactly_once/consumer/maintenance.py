@@ -604,7 +604,8 @@ class Maintenance:
         for partition in new:
             state = owned[partition]
             state.compared_epoch = state.epoch
-            # Its last owner may have ended between a COMMIT and this. Of what nothing is applied nobody need know.
+            # Its last owner may have ended between a COMMIT and this. Where nothing was applied, another database may
+            # still begin.
             is_behind = held.get(partition) != (state.next_offset, own) and (partition in held or state.was_advanced)
             state.is_to_mirror |= is_behind and partition in answered
 

@@ -160,7 +160,8 @@ def place_in_copy(plan: Plan, context: str) -> tuple[int | None, str | None]:
         return None, None
     # The word for column is before its name, or else behind it, as is the one for line.
     forms = (r"[,、] ?(?:[^\W\d]+ )?{} ?(?::.*)?", r"[^,、]{{1,8}}, {} [^\W\d]+(?::.*)?")
-    columns = (told[name] for form in forms for name in told if re.fullmatch(form.format(re.escape(name)), found[2]))
+    named = [name for name in told if name in found[2]]  # of a wide table but a few, each a pattern of its own
+    columns = (told[name] for form in forms for name in named if re.fullmatch(form.format(re.escape(name)), found[2]))
     return int(found[1]) - 1, next(columns, None)
 
 

@@ -620,8 +620,8 @@ SPARK = (
         (
             "emptied-table",
             "nothing tells that the rows of earlier batches are gone",
-            "if has_written and found == (True,) and",
-            "if False and",
+            "if not has_written or each.mode",
+            "if True or each.mode",
         ),
     ),
 )

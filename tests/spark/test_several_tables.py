@@ -10,7 +10,9 @@ import pytest
 from pyspark.sql import functions as F  # noqa: N812
 
 from exactly_once.errors import ConfigurationError
+from exactly_once.writer.table import read_table
 from spark_sink.options import check_options
+from spark_sink.owners import tell_odd
 from tests.spark.scene import Scene
 
 if TYPE_CHECKING:
@@ -96,3 +98,17 @@ def test_rows_and_their_sums_are_written_together_or_not_at_all(
 def test_what_cannot_work_is_refused_with_what_can(options: dict[str, Any], said: str) -> None:
     with pytest.raises(ConfigurationError, match=said):
         check_options(conninfo="", group_id="g", **options)
+
+
+def test_of_a_table_that_each_batch_replaces_it_is_not_told_that_it_is_empty(
+    conninfo: str, name: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    tables: dict[str, dict[str, Any]] = {f"{name}_a": {"mode": "replace"}, f"{name}_b": {}}
+    options = check_options(conninfo=conninfo, group_id=name, ledger="batch-id", tables=tables)
+    with psycopg.connect(conninfo) as connection:
+        for table in tables:
+            connection.execute(f"CREATE TABLE {table} (n int)")
+        tell_odd(connection, options, [read_table(connection, table) for table in tables], has_written=True)
+        connection.rollback()
+    (told,) = [r.getMessage() for r in caplog.records if getattr(r, "action", None) == "applied_before"]
+    assert told.startswith(f'"public"."{name}_b" is empty')
