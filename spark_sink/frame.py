@@ -245,7 +245,9 @@ def _form(field: StructField, column: Column, table: Table) -> Form:
             return "json"
         element = getattr(field.dataType, "elementType", None)
         if element is None or column.element is None or element.typeName() in (*_NESTED, "array"):
-            raise FrameError(f"{place}; make that column jsonb, or flatten the frame's with select()")
+            raise FrameError(
+                f"{place}; make that column jsonb, flatten the frame's with select(), or make it the text of that type"
+            )
         if element.typeName() == "void":
             return "null"
         if not _takes(name_of(column.element.type_oid), element.typeName()):

@@ -212,8 +212,8 @@ class LeftOut:
                 said.append(f"fields without a column: {_some([f'{name} ({count:,})' for name, count in most])}")
             if sink.unfilled_columns:
                 said.append(f"columns that no message has filled: {_some(sorted(sink.unfilled_columns))}")
-            if sink.unmet_fields:
-                said.append(f"fields of where or where_not that no message had: {_some(sorted(sink.unmet_fields))}")
+            if unmet := sorted(sink.unmet_fields):
+                said.append(f"fields of where, where_not or drop that no message had: {_some(unmet)}")
             extra = {
                 "action": "left_out",
                 "table": table,

@@ -329,8 +329,11 @@ def lost_rows(session: Session, rows: Sequence[Stored]) -> list[Stored]:
 
 def deleted(row: Stored, schema: str) -> str:
     """Say what mends the lack of a row."""
-    give = reset_command(row.group_id, schema, row.place)
-    return f"its row of the ledger was deleted: restore it, or give it an offset with: {give}"
+    return f"its row of the ledger was deleted: restore it, or give it an offset with: {_reset(row, schema)}"
+
+
+def _reset(row: Stored, schema: str) -> str:
+    return reset_command(row.group_id, schema, row.place)
 
 
 def _order(line: Line) -> tuple[str, Partition]:
@@ -380,9 +383,9 @@ def beside_logs(
             adopt = command("adopt", row.group_id, schema, *topic_of, "--to-earliest")
             problem = f"the topic was deleted and made again; to read the new one: {adopt}"
         elif row.next_offset is not None and row.next_offset < log.start:
-            problem = f"below the log start {log.start}"
+            problem = f"below the log start {log.start}; choose where to go on: {_reset(row, schema)}"
         elif row.next_offset is not None and row.next_offset > log.end:
-            problem = "beyond the log end"
+            problem = f"beyond the log end {log.end}; choose where to go on: {_reset(row, schema)}"
         elif row in lost:
             problem = deleted(row, schema)
         lines.append(Line(row, log, problem))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import fields
 from hashlib import blake2b
+from typing import Any
 
 from exactly_once.errors import ConfigurationError
 from exactly_once.kafka.kinds import check_kinds
@@ -51,6 +52,11 @@ class ShardedWindow(Filter[GivenKey]):
         check_kinds(ShardedWindow.__init__, locals())
         if not windows:
             raise ConfigurationError("a map of shards needs at least one")
+        given: list[tuple[Any, Any]] = [*windows.items(), *(previous or {}).items()]
+        for name, window in given:
+            if not (isinstance(name, str) and isinstance(window, PostgresWindow)):
+                found = f"{name!r} with a {type(window).__name__}"  # whose text may hold a password
+                raise ConfigurationError(f"a map of shards has names with a PostgresWindow each, not {found}")
         if not 0 < version < _INT32:
             raise ConfigurationError(
                 f"version={version!r} must be at least 1, and an int of 32 bits; raise it with every change of the map"

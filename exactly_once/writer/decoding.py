@@ -67,7 +67,7 @@ class Decoded:
     unfilled: Collection[str] = ()
     """The columns that no message filled yet, as far as the decoder knows."""
     unmet: Collection[str] = ()
-    """The fields by which messages are filtered and which none had yet."""
+    """The fields by which messages are filtered, or that are dropped, and that none had yet."""
 
     def __iter__(self) -> Iterator[Row]:
         return self.make()

@@ -100,8 +100,10 @@ class Format:
 
     left_out = 0
     """How many rows, deletes and truncates did not go on so far."""
+    sought: Set[str] = frozenset()
+    """The fields that decide what goes on, or that do not go on, as options name them."""
     unmet: Set[str] = frozenset()
-    """The fields that decide what goes on, and that no message had so far."""
+    """Those of them that no message had so far."""
 
     def prepare(self, columns: Mapping[str, Column], *, mode: Mode, key: Sequence[str]) -> None:
         """Get ready for a table, whose columns are given by the names of the fields that fill them.

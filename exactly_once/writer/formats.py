@@ -27,7 +27,7 @@ from .decoding import WHOLE_KEYS, Decoded, remade
 from .envelopes import Change, Envelope, Format, recognised
 from .errors import BadRow, cut
 from .from_json import JsonDecoder, path_of
-from .json_shape import BYTE_ORDER_MARK, NULL, NULL_DOCUMENT, UNAVAILABLE, Path, fields_in, refuse_malformed
+from .json_shape import BYTE_ORDER_MARK, NULL, NULL_DOCUMENT, UNAVAILABLE, Path, fields_in, found_at, refuse_malformed
 from .statements import Mode
 from .table import Column, Table
 from .times import EPOCH
@@ -140,7 +140,8 @@ class FormatDecoder:
         found = [self.read(message)[0] for message in messages]
         decoded = self._decoder.decode([each for some in found for each in some])
         filtered = decoded.filtered + self._format.left_out - before
-        return replace(decoded, filtered=filtered, unmet=frozenset(self._format.unmet))
+        unmet = self._format.unmet | (set(decoded.unmet) - self._format.sought)
+        return replace(decoded, filtered=filtered, unmet=unmet)
 
     def read(self, message: Message, *, tells: bool = False) -> tuple[list[Message], dict[Path, str], tuple[str, ...]]:
         """Return what a message says as messages in JSON; with ``tells`` also types and key, as far as it tells them.
@@ -291,7 +292,10 @@ class Shaped(Format):
         self._drop = frozenset(drop)
         self._tests = [(path_of(path), frozenset(values), True) for path, values in (where or {}).items()]
         self._tests += [(path_of(path), frozenset(values), False) for path, values in (where_not or {}).items()]
-        self.unmet = {".".join(path) for path, *_ in self._tests}
+        # Below objects that become their fields nobody else sees what is dropped.
+        dropped = frozenset() if flatten is None else self._drop
+        self.sought = dropped.union(".".join(path) for path, *_ in self._tests)
+        self.unmet = self.sought
         self._flatten = flatten
         # The beginnings of names that fields which are dropped would have.
         self._dropped = [f"{flatten}".join([*path_of(path), ""]) for path in drop]
@@ -324,6 +328,7 @@ class Shaped(Format):
                 yield key, value
                 continue
             flat = self._flat(row, "", ())
+            self.unmet -= flat.keys()
             # The columns of an object's fields have what is there for the object: null, or a value left out. What has a
             # column that takes no objects was none: its null says nothing of columns with longer names.
             nothings = {
@@ -353,7 +358,8 @@ class Shaped(Format):
     def _flat(self, row: Mapping[str, Raw], prefix: str, path: tuple[str, ...]) -> dict[str, Raw]:
         flat: dict[str, Raw] = {}
         for name, value in row.items():
-            if ".".join((*path, name)) in self._drop:  # a name may have dots of its own
+            if (dotted := ".".join((*path, name))) in self._drop:  # a name may have dots of its own
+                self.unmet -= {dotted}
                 continue
             below = {prefix + name: value}
             if bytes(value).startswith(b"{") and (inner := fields_in(bytes(value))):
@@ -369,25 +375,13 @@ def _text_at(row: Mapping[str, Raw], path: Sequence[str]) -> str | None:
 
     :raises ValueError: for a value that the source left out.
     """
-    raw = _found_at(row, path)
+    raw = found_at(row, path)
     if raw == UNAVAILABLE:
         name = ".".join(path)
         raise ValueError(f"the event leaves {name} out, which decides whether it is wanted: set REPLICA IDENTITY FULL")
     if raw is None or raw == NULL_DOCUMENT:
         return None if raw is None else NULL.decode()
     return msgspec.json.decode(raw) if raw.startswith(b'"') else raw.decode()
-
-
-def _found_at(row: Mapping[str, Raw], path: Sequence[str]) -> bytes | None:
-    """Find a value; a field whose own name has dots, such as ``service.name``, comes before one in an object."""
-    for length in range(len(path), 0, -1):
-        if (name := ".".join(path[:length])) in row:
-            raw = bytes(row[name])
-            if length == len(path) or raw == UNAVAILABLE:
-                return raw
-            if raw.startswith(b"{") and (found := _found_at(fields_in(raw), path[length:])) is not None:
-                return found
-    return None
 
 
 def jsonable(value: Any) -> Any:

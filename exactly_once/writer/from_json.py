@@ -19,7 +19,21 @@ from .changes import MISSING, Missing, Row, Tombstone
 from .codec import Naive
 from .decoding import Decoded, Envelope, Source, alike
 from .errors import NAME_BYTES, BadRow, TableError, cut, way_on
-from .json_shape import BYTE_ORDER_MARK, NULL, UNAVAILABLE, UNSET, Left, Path, Raw, Shape, as_json, merged, names_in
+from .json_shape import (
+    BYTE_ORDER_MARK,
+    NULL,
+    UNAVAILABLE,
+    UNSET,
+    Left,
+    Path,
+    Raw,
+    Shape,
+    as_json,
+    fields_in,
+    found_at,
+    merged,
+    names_in,
+)
 from .json_values import (
     FLOATS,
     TIMES,
@@ -51,6 +65,7 @@ _SHOWN_NAMES = 20
 _AT_ONCE = 256
 # So many where one of those needs a closer look, so that of messages of which 1 % do 85 % still need none.
 _FEW = 16
+_PLAIN_NAME = re.compile(r"[\w .-]+", re.ASCII).fullmatch
 # Where a zero may have been -0, which only a double knows, or too small for one.
 _UNSURE_ZERO = re.compile(rb"(?<!\d)-0|\d[eE]-|0{300}")
 # A fraction of a second of which msgspec does not make what Postgres makes of it.
@@ -102,6 +117,8 @@ class JsonDecoder:
             raise ConfigurationError("fields= names all columns that are filled, so there is no rename= beside it")
         # Dots may be between names or in one.
         self._drop = [*dict.fromkeys(names for path in drop for names in _readings(path_of(path)))]
+        # Those that no message had so far.
+        self._unmet = {".".join(path): path for path in map(path_of, drop)}
         self.envelope = Envelope(metadata, constants)
         self._rest = rest
         self._reading = Reading(
@@ -167,6 +184,8 @@ class JsonDecoder:
         wanted = messages
         if self._on_tombstone == "skip":
             wanted = [m for m in messages if m.value() is not None]
+        if self._unmet:
+            self._look_for_dropped(wanted)
         unused: Counter[str] = Counter()
 
         def make() -> Iterator[Row]:
@@ -182,6 +201,7 @@ class JsonDecoder:
             unused=unused,
             filtered=len(messages) - len(wanted),
             unfilled=self._unfilled.values(),
+            unmet=self._unmet.keys(),
         )
 
     # How the columns are filled.
@@ -378,6 +398,19 @@ class JsonDecoder:
         for position in list(self._unfilled):
             if any(value is not None and not isinstance(value, Missing) for value in map(itemgetter(position), rows)):
                 self._filled.add(self._unfilled.pop(position))
+
+    def _look_for_dropped(self, messages: Sequence[Message]) -> None:
+        values = [value for message in messages if (value := message.value()) is not None]
+        joined = b"\n".join(values)
+        for dropped, path in list(self._unmet.items()):
+            # JSON may write any other name in several ways.
+            if _PLAIN_NAME(path[-1]) and path[-1].encode() not in joined:
+                continue
+            for value in values:
+                with contextlib.suppress(*UNREADABLE):
+                    if found_at(fields_in(value.removeprefix(BYTE_ORDER_MARK)), path) is not None:
+                        del self._unmet[dropped]
+                        break
 
     def _adopts(self, names: Collection[str], found: Collection[str]) -> bool:
         """Fill columns whose names Postgres has cut from the fields with the whole names; tell if that changes.

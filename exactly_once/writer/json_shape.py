@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from itertools import count
 from operator import attrgetter
 from typing import Any
@@ -130,6 +130,18 @@ class Shape:
             fields += [(f"i{number}", msgspec.Raw, msgspec.Raw()) for number in range(len(self._ignored))]
             renamed |= {f"i{number}": name for number, name in enumerate(self._ignored)}
         return msgspec.defstruct("Fields", fields, rename=renamed, gc=False, forbid_unknown_fields=forbids)
+
+
+def found_at(row: Mapping[str, Raw], path: Sequence[str]) -> bytes | None:
+    """Find a value; a field whose own name has dots, such as ``service.name``, comes before one in an object."""
+    for length in range(len(path), 0, -1):
+        if (name := ".".join(path[:length])) in row:
+            raw = bytes(row[name])
+            if length == len(path) or raw == UNAVAILABLE:
+                return raw
+            if raw.startswith(b"{") and (found := found_at(fields_in(raw), path[length:])) is not None:
+                return found
+    return None
 
 
 def refuse_malformed(text: bytes) -> None:

@@ -88,7 +88,7 @@ class TableSink:
         self.repeated_rows = 0
         # The columns that no message has filled so far.
         self.unfilled_columns: set[str] = set()
-        # The fields by which messages are filtered (``where``, ``where_not``) and which none had so far.
+        # The fields of ``where``, ``where_not`` and ``drop`` that none had so far.
         self.unmet_fields: set[str] = set()
         self._has_met_bad = False
         self._prepared_for: Table | None = None

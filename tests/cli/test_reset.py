@@ -369,7 +369,7 @@ def test_an_offset_that_retention_has_passed_is_mended_by_the_command_that_the_e
         delete_records(bootstrap_servers, topic, 5, partition)
     with pytest.raises(OffsetBelowLogStart) as refused:
         read_to_end(make_consumer, topic)
-    assert "below the log start 5" in operate("status").out
+    assert "below the log start 5; choose where to go on: exactly-once reset " in operate("status").out
     mend = [arg if arg != "N" else "5" for arg in suggested(str(refused.value))]
     assert "\nmessages: 2 that the log has lost are left out, too (" in operate(*mend, "--execute").out
     assert operate("reset", "--topic", topic, "--to-earliest", "--execute").code == 0

@@ -135,7 +135,7 @@ def test_what_is_left_out_is_reported_when_it_grows(caplog: pytest.LogCaptureFix
     left_out.tell()
     first, second = [r.getMessage() for r in caplog.records]
     assert first.startswith("table payment: fields without a column: late (3,999), screenWidth (3,499), f00 (1), ")
-    columns = "columns that no message has filled: total; fields of where or where_not that no message had: kindd"
+    columns = "columns that no message has filled: total; fields of where, where_not or drop that no message had: kindd"
     assert first.endswith(f"f17 (1) and 12 more; {columns}")
     assert "late (4,000)" in second
     assert "columns" not in second.partition(":")[2].replace("without a column", "")

@@ -150,7 +150,9 @@ def test_an_offset_beyond_the_log_and_a_partition_that_is_not_there_are_problems
     shown = operate("status", "--json")
     mend = f"exactly-once reset --group-id {name} --topic {consumed} --forget"
     problem = f"the topic has no such partition; if it is for good: {mend}"
-    assert [p["problem"] for p in shown.partitions] == ["beyond the log end", None, problem]
+    choose = f"exactly-once reset --group-id {name} --topic {consumed} --partition 0 --to-offset N"
+    beyond = f"beyond the log end 10; choose where to go on: {choose}"
+    assert [p["problem"] for p in shown.partitions] == [beyond, None, problem]
     # A lag below zero would hide that of others in their sum.
     assert [p["lag"] for p in shown.partitions] == [None, 0, None]
     assert shown.json["groups"][0]["lag"] == 0
@@ -351,7 +353,9 @@ def test_a_check_finds_offsets_that_no_consumer_would_take_and_groups_that_are_n
 ) -> None:
     db.execute("UPDATE exactly_once.ledger SET next_offset = 99 WHERE group_id = %s AND partition = 0", (name,))
     result = operate("status", "--check")
-    assert (result.code, result.out) == (1, f"group {name}, {consumed}[0]: beyond the log end\n")
+    choose = f"exactly-once reset --group-id {name} --topic {consumed} --partition 0 --to-offset N"
+    said = f"group {name}, {consumed}[0]: beyond the log end 10; choose where to go on: {choose}\n"
+    assert (result.code, result.out) == (1, said)
     db.execute("DELETE FROM exactly_once.ledger WHERE group_id = %s", (name,))
     gone = f"the ledger has no rows of group {name}\n"
     assert operate("status", "--check").out == gone

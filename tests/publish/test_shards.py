@@ -6,6 +6,7 @@ import contextlib
 from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import psycopg
 import pytest
@@ -22,6 +23,7 @@ from exactly_once.publish import (
     ShardedWindow,
     State,
     TopicTakeOver,
+    WindowFilter,
 )
 from exactly_once.publish.keys import encoded
 from exactly_once.publish.shards import shard_of
@@ -156,6 +158,11 @@ def test_a_window_under_another_name_is_refused(shard: MakeShard) -> None:
     for names in ("xb", "ba"):
         with pytest.raises(ConfigurationError, match=r"the window that previous= calls 'a'"):
             ShardedWindow(dict(zip(names, (a, b), strict=True)), version=2, previous={"a": a, "b": b})
+    odd: Any
+    for odd in ({"x": "postgresql:///x"}, {"x": WindowFilter(keys=10)}, {2: a}):
+        for given, previous in ((odd, None), ({"a": a}, odd)):
+            with pytest.raises(ConfigurationError, match=r"with a PostgresWindow each, not (2|'x') with a "):
+                ShardedWindow(given, version=2, previous=previous)
     for version in (0, 1 << 31):
         with pytest.raises(ConfigurationError, match="an int of 32 bits"):
             ShardedWindow({"a": a, "b": b}, version=version)
