@@ -24,6 +24,7 @@ from exactly_once.ledger.stale_owners import StaleBackendTerminator
 from exactly_once.ledger.start import StartOffsets
 from exactly_once.writer import TableWriter
 from exactly_once.writer.sink import Evolve
+from exactly_once.writer.statements import Mode as WriterMode
 
 from .ranges import Group
 
@@ -126,7 +127,9 @@ class Options:
         """
         name = table or self.table
         assert name is not None
-        return TableWriter(name, mode="append" if self.mode == "replace" else self.mode, key=self.key, add=self.add)
+        mode: WriterMode = "append" if self.mode == "replace" else self.mode
+        # What cannot be stored claims nothing, so each row is looked at.
+        return TableWriter(name, mode=mode, key=self.key, add=self.add, sends_each=self.claim is not None)
 
     def report(self, query_id: str, run_id: UUID | str, batch_id: int, fingerprint: str | None) -> dict[str, Any]:
         """Return what is written down of a batch, for `exactly-once status`, but for what it has written."""

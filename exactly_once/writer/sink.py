@@ -60,7 +60,8 @@ class TableSink:
         claim: str | Sequence[str] | None = None,
         **options: Any,
     ) -> None:
-        self.writer = TableWriter(table, **options)
+        # What cannot be stored claims nothing, so each row is looked at.
+        self.writer = TableWriter(table, **{"sends_each": claim is not None, **options})
         if self.writer.missing in ("keep", "default") and getattr(decoder, "missing", "apart") != "apart":
             raise ConfigurationError(
                 f"missing={self.writer.missing!r} needs a decoder that tells a missing field from null: say "

@@ -83,7 +83,9 @@ class Table:
     name: str
     columns: Sequence[Column]
     keys: Sequence[tuple[str, ...]] = ()
-    """The sets of columns that ON CONFLICT can name, the primary key first."""
+    """The sets of columns that ON CONFLICT can name."""
+    primary_key: tuple[str, ...] = ()
+    """That of them which is the primary key; empty where it is checked late, or there is none."""
     is_foreign: bool = False
     is_unlogged: bool = False
     """Whether a crash of the server empties it, or a partition of it."""
@@ -189,7 +191,8 @@ def read_table(connection: Connection, name: str | sql.Identifier) -> Table:
     return Table(
         **found,
         columns=_columns(connection, oid),
-        keys=[tuple(key) for (key,) in keys],
+        keys=[tuple(key) for key, _ in keys],
+        primary_key=next((tuple(key) for key, is_primary in keys if is_primary), ()),
         shape=read_shape(connection, sql.Identifier(found["schema"], found["name"])),
     )
 

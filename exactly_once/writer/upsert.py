@@ -39,12 +39,14 @@ class Upsert:
         *,
         missing: OnMissing | None,
         merges: Mapping[str, Merge],
+        sends_each: bool,
         small_batch: int,
     ) -> None:
         self._plan = plan
         # A default that counts is for new rows only.
         defaults = tuple(c.name for c in plan.columns if not c.is_numbered) if missing == "default" else ()
         self._conflict = replace(conflict, always=defaults, merge=tuple(merges))
+        self._sends_each = sends_each
         self._small_batch = small_batch
         self._key = plan.part(conflict.key)
         keeps_missing = plan.may_leave_out and missing != "default"
@@ -98,7 +100,7 @@ class Upsert:
                 marks = rank(connection, self._plan, looked_at, self._rules, is_binary=is_binary)
         # Each is a statement, or a delete and one.
         parts: Sequence[Sequence[int]] = [range(len(looked_at))]
-        if self._plan.table.keeps_order:
+        if self._plan.table.keeps_order or self._sends_each:
             parts = runs(looked_at, marks.keys)
         elif self._conflict.add or (self._rules.keeps_missing and self._rules.newest_by is not None):
             # Such changes cannot be made one, as a sum takes each row: a statement for each time that a key comes.

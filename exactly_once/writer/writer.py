@@ -41,6 +41,8 @@ _BAD_DATA = ("22", "23", "54", "P0001", _REFUSED_BY_CHECK)
 _STALE = ("42", "22P03", "0A000")
 # No operator, or more than one: a column of date or of text has no sums.
 _NO_OPERATOR = ("42883", "42725")
+# Without a key any constraint may be the one that has the row, and a deferrable one cannot.
+_NO_ARBITER = "55000"
 # What a role needs for each, as GRANT names it.
 _RIGHTS: Mapping[Mode, Sequence[str]] = {
     "append": ["INSERT"],
@@ -60,7 +62,8 @@ class TableWriter:
     values of these columns are added to what is stored, and with ``newest_by``, which ``update`` must name then, a row
     that is older than the stored one is ignored. ``missing`` says what becomes of a column that
     a row lacks (``MISSING``): null, the column's default or, in an upsert, what it was; by default a new row gets the
-    column's default and a row that exists keeps what it has, and a column without a default becomes null. All work
+    column's default and a row that exists keeps what it has, and a column without a default becomes null. A change
+    that a later one of the same rows replaces is not sent, unless ``sends_each``: so constraints look at it. All work
     happens in the transaction of the connection that is given; nothing is committed, and nothing outlives it.
     """
 
@@ -76,6 +79,7 @@ class TableWriter:
         add: Sequence[str] = (),
         missing: OnMissing | None = None,
         naive_timestamps: Naive = "refuse",
+        sends_each: bool = False,
         small_batch: int = SMALL_BATCH,
     ) -> None:
         for option, value, kind in (
@@ -105,6 +109,7 @@ class TableWriter:
         self._newest_by = newest_by
         self._add = tuple(add)
         self._naive: Naive = naive_timestamps
+        self._sends_each = sends_each
         self._small_batch = small_batch
         self._table: Table | None = None
         self._is_fresh = False
@@ -190,7 +195,14 @@ class TableWriter:
                     raise TableError(f"{plan.table}: a row is a sequence of values for {names}, not a {kind.__name__}")
             if self.mode == "upsert":
                 merges = partial if self.missing == "keep" else {}
-                upsert = Upsert(plan, self._conflict, missing=self.missing, merges=merges, small_batch=small_batch)
+                upsert = Upsert(
+                    plan,
+                    self._conflict,
+                    missing=self.missing,
+                    merges=merges,
+                    sends_each=self._sends_each,
+                    small_batch=small_batch,
+                )
                 written = upsert.apply(connection, list(rows), exact=exact, origins=origins)
                 self.missed_deletes += upsert.missed
                 self.ignored_rows += upsert.ignored
@@ -295,12 +307,9 @@ class TableWriter:
                 f"{table} has rules for INSERT or UPDATE, with which Postgres has no ON CONFLICT: make them triggers, "
                 "or append only"
             )
-        key = self._key or (table.keys[0] if table.keys else ())
+        key = self._key or table.primary_key
         if self.mode == "upsert" and not key:
-            raise TableError(
-                f"{table} has no primary key that is checked at once; say key=COLUMNS, over which there is a unique "
-                "index or constraint that is not deferrable"
-            )
+            raise self._no_key(table)
         table.pick(key)
         if key and set(key) not in map(set, table.keys):
             raise TableError(
@@ -314,6 +323,13 @@ class TableWriter:
         return Conflict(mode=self.mode, key=key, update=self._update, newest_by=self._newest_by, add=self._add)
 
     # What went wrong.
+
+    def _no_key(self, table: Table) -> TableError:
+        found = "; there is one over " + ", or ".join(map(", ".join, table.keys)) if table.keys else ""
+        return TableError(
+            f"{table} has no primary key that is checked at once; say key=COLUMNS, over which there is a unique "
+            f"index or constraint that is not deferrable{found}"
+        )
 
     def _not_granted(self, error: psycopg.Error, table: object) -> TableError:
         return TableError(
@@ -334,6 +350,8 @@ class TableWriter:
         reads_value = column is not None and state.startswith(_OF_READERS) and state != NOT_GRANTED
         if self._add and state in _NO_OPERATOR and not (reads_value or error.diag.context):
             return TableError(f"{plan.table}: add={list(self._add)} cannot be: {error.diag.message_primary}")
+        if self.mode == "insert-ignore" and not self._conflict.key and state == _NO_ARBITER and not error.diag.context:
+            return self._no_key(plan.table)
         if is_kept_out(error):
             state = _REFUSED_BY_CHECK
         elif state == NOT_GRANTED:  # of the table, or of what a default, a check or a trigger of it uses

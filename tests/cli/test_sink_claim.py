@@ -110,6 +110,16 @@ def test_keys_and_headers_can_name_an_event(claim: str, work: Connection, make_t
         sink.write(work, sent)
 
 
+def test_a_bad_row_that_is_replaced_at_once_claims_nothing(work: Connection, make_table: MakeTable) -> None:
+    """Whether its event is lost would depend on which messages share a batch."""
+    table = make_table("(id int PRIMARY KEY, n int CHECK (n <> 13), event text)")
+    sink, claimed = TableSink(table, decoder=JsonDecoder(), mode="upsert", claim="event"), Claimed()
+    values = [b'{"id": 1, "n": 13, "event": "a"}', b'{"id": 1, "n": 1, "event": "b"}']
+    sent = [Message(topic="t", partition=0, offset=offset, value=value) for offset, value in enumerate(values)]
+    with pytest.raises(BadRow, match="violates check constraint"):
+        sink.write(work, sent, claim=claimed)
+
+
 @pytest.mark.parametrize("claim", ["key:event", "header:event"])
 def test_all_rows_of_a_message_are_one_event_of_its_key_or_header(
     claim: str, work: Connection, make_table: MakeTable

@@ -1007,4 +1007,24 @@ WRITING = (
             "pass",
         ),
     ),
+    *each(
+        "exactly_once/writer/writer.py",
+        (f"{TABLE_WRITER}::test_only_the_primary_key_is_a_key_that_nobody_has_named",),
+        (
+            "unnamed-key",
+            "an upsert without a primary key replaces rows by another unique column: loses",
+            "self._key or table.primary_key",
+            "self._key or next(iter(table.keys), ())",
+        ),
+    ),
+    *each(
+        "exactly_once/writer/sink.py",
+        ("tests/cli/test_sink_claim.py::test_a_bad_row_that_is_replaced_at_once_claims_nothing",),
+        (
+            "claim-unseen",
+            "a bad row claims an event's key where another row replaces it at once: loses",
+            '"sends_each": claim is not None',
+            '"sends_each": False',
+        ),
+    ),
 )

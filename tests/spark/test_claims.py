@@ -164,6 +164,16 @@ def test_a_dead_letter_has_claimed_nothing(place: Place, transaction: str, mode:
     assert [text.partition(": ")[0] for text in result["set_aside"]] == [f"{place.name}[0] offset 3"]
 
 
+def test_a_bad_row_that_is_replaced_at_once_is_a_dead_letter(place: Place, db: psycopg.Connection[Any]) -> None:
+    """Its event is another row's then."""
+    db.execute(f'ALTER TABLE {place.name} ADD UNIQUE (partition), ADD CHECK ("offset" <> 0)')
+    options: dict[str, Any] = {"mode": "upsert", "key": ["partition"], "on_bad_row": "dead-letter"}
+    work = place.work(place.owners(), place.ranges(3), claim="event", **options)
+    result = run("batch", work, events(place, range(3), ["a", "b", "a"]))
+    assert place.written() == [(0, 2)]
+    assert (result["repeated"], len(result["set_aside"])) == (0, 1)
+
+
 def test_a_dead_letter_names_what_its_row_has_to_claim(place: Place, db: psycopg.Connection[Any]) -> None:
     """Spark no longer has the message, and the table need not have the column; a row without an id names none."""
     work = place.work(place.owners(), place.ranges(5), claim="event", on_bad_row="dead-letter")

@@ -217,6 +217,24 @@ def test_an_upsert_needs_a_key_that_is_unique(
         TableWriter(make_table(definition), mode="upsert", key=key).write(work, [(1, 2)])
 
 
+@pytest.mark.parametrize("definition", ["(a int, b int UNIQUE)", "(a int PRIMARY KEY DEFERRABLE, b int, UNIQUE (b))"])
+def test_only_the_primary_key_is_a_key_that_nobody_has_named(
+    definition: str, small_batch: int, work: Connection, make_table: MakeTable
+) -> None:
+    """An upsert by another unique column would replace the rows of others."""
+    table = make_table(definition)
+    with pytest.raises(TableError, match=r"no primary key that is checked at once; say key=.*; there is one over b$"):
+        TableWriter(table, mode="upsert").write(work, [(1, 1)])
+    writer = TableWriter(table, mode="insert-ignore", small_batch=small_batch)
+    assert writer.key(work) == ()
+    if "DEFERRABLE" not in definition:
+        assert writer.write(work, [(1, 1), (2, 1), (3, 2)]) == 2
+        assert rows_of(work, table) == [(1, 1), (3, 2)]
+    else:
+        with pytest.raises(TableError, match=r"say key=COLUMNS.*; there is one over b$"):
+            writer.write(work, [(1, 1)])
+
+
 def test_a_partial_or_expression_index_is_no_key(work: Connection, make_table: MakeTable) -> None:
     table = make_table("(a int, b text)")
     work.execute(f"CREATE UNIQUE INDEX ON {table} (a) WHERE b IS NULL")

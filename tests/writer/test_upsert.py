@@ -280,6 +280,21 @@ def test_the_first_row_of_a_key_stays_whatever_fields_others_lack(
         assert found == [("1", 7, 1), ("2", 5, 0)]
 
 
+@pytest.mark.parametrize("small_batch", [0, 500])
+def test_a_row_that_is_replaced_at_once_is_sent_where_that_is_asked_for(
+    small_batch: int, work: Connection, make_table: MakeTable
+) -> None:
+    """Also where a value of another unique column goes from row to row meanwhile."""
+    table = make_table("(a int PRIMARY KEY, b int UNIQUE CHECK (b <> 13))")
+    options: dict[str, Any] = {"mode": "upsert", "small_batch": small_batch}
+    moves = [(1, 1), (1, 2), (2, 1), (2, 3), Tombstone((1,)), (1, 1), Tombstone((2,)), (3, 3)]
+    assert TableWriter(table, **options, sends_each=True).write(work, moves) == 8
+    assert rows_of(work, table) == [(1, 1), (3, 3)]
+    assert TableWriter(table, **options).write(work, [(4, 13), (4, 4)]) == 1
+    with pytest.raises(BadRow, match="violates check constraint"):
+        TableWriter(table, **options, sends_each=True).write(work, [(5, 13), (5, 5)])
+
+
 @pytest.mark.parametrize("kind", ["ext.citext", "ext.folded"])
 def test_keys_and_ages_compare_as_the_index_does_where_their_schema_is_not_on_the_path(
     kind: str, work: Connection, name: str

@@ -84,12 +84,12 @@ LEFT JOIN pg_collation l ON l.oid = a.attcollation
 ORDER BY a.attnum
 
 -- name: keys_of_table
--- Read the sets of columns that ON CONFLICT can name, the primary key first; not those that an index finds equal in other cases
+-- Read the sets of columns that ON CONFLICT can name, the primary key first and marked; not those that an index finds equal in other cases
 -- than the columns' own collation.
 SELECT ARRAY(SELECT a.attname::text
              FROM unnest(i.indkey[0:i.indnkeyatts - 1]::int2[]) WITH ORDINALITY AS k(attnum, n)
              JOIN pg_attribute a ON a.attrelid = i.indrelid AND a.attnum = k.attnum
-             ORDER BY k.n) AS key
+             ORDER BY k.n) AS key, i.indisprimary AS is_primary
 FROM pg_index i
 WHERE i.indrelid = %(oid)s AND i.indisunique AND i.indisvalid AND i.indimmediate
   AND i.indpred IS NULL AND i.indexprs IS NULL
