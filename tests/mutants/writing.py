@@ -389,7 +389,7 @@ WRITING = (
         (
             "trigger-passed-by",
             "a trigger of the table sees the last change of each key only: loses",
-            "if self._plan.table.keeps_order:",
+            "if self._plan.table.keeps_order or self._sends_each:",
             "if False:",
         ),
         (
