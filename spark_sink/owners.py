@@ -25,6 +25,7 @@ from exactly_once.ledger.session import Connection, execute, last_row
 from exactly_once.ledger.stale_owners import StaleBackendTerminator
 from exactly_once.ledger.start import StartOffsets, refuse_halted
 from exactly_once.writer import Table
+from exactly_once.writer.table import ABROAD
 
 from .errors import FrameError, LedgerBehindCheckpoint, QueryChanged
 from .options import LedgerKind, Options
@@ -342,8 +343,7 @@ def tell_odd(connection: Connection, options: Options, tables: Iterable[Table], 
     """Log which tables cannot be written exactly once, and which cannot hold what the group ``has_written``."""
     for each, table in zip(options.targets, tables, strict=True):
         if table.is_foreign:
-            extra = about("foreign_table", group=options.group_id)
-            logger.warning("%s is a foreign table: after a crash at COMMIT rows can be there twice", table, extra=extra)
+            logger.warning(ABROAD, table, extra=about("foreign_table", group=options.group_id))
         if not has_written or each.mode == "replace":
             continue
         if execute(connection, options.schema, "is_unwritten", name=str(table)).fetchone() == (True,):

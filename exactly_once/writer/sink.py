@@ -20,7 +20,7 @@ from .changes import Row
 from .ddl import add_columns, can_be_column, unencodable
 from .decoding import Decoded, Decoder
 from .errors import BadRow, TableChanged, TableError, cut, place_of
-from .table import Table, alter, read_table
+from .table import ABROAD, Table, alter, read_table
 from .writer import TableWriter
 
 if TYPE_CHECKING:
@@ -134,8 +134,7 @@ class TableSink:
             table.pick(self._columns)
             table.refuse_unlogged()
             if table.is_foreign:
-                told = "%s is a foreign table: after a crash at COMMIT rows can be there twice"
-                logger.warning(told, table, extra=about("foreign_table"))
+                logger.warning(ABROAD, table, extra=about("foreign_table"))
             self.decoder.prepare(table, mode=self.writer.mode, key=self.writer.key(connection))
             self._prepared_for = table
         try:

@@ -20,6 +20,8 @@ from .errors import NAME_BYTES, TableError, TableMissing
 # What a field that a row does not have becomes: null, the column's default or, in an upsert, what it was.
 OnMissing = Literal["null", "default", "keep"]
 
+# What is logged of one with :attr:`Table.is_foreign`.
+ABROAD = "%s or a partition of it is a foreign table: after a crash at COMMIT rows can be there twice"
 # Set how long a statement waits for a lock, for the rest of the transaction; return how long it was before.
 _LIMIT = "SELECT current_setting('lock_timeout'), set_config('lock_timeout', %s, true)"
 
@@ -86,7 +88,10 @@ class Table:
     """The sets of columns that ON CONFLICT can name."""
     primary_key: tuple[str, ...] = ()
     """That of them which is the primary key; empty where it is checked late, or there is none."""
+    can_be_locked: bool = True
+    """Whether it is none of another server."""
     is_foreign: bool = False
+    """Whether it, or a partition of it, is of another server."""
     is_unlogged: bool = False
     """Whether a crash of the server empties it, or a partition of it."""
     has_row_security: bool = False
@@ -216,7 +221,7 @@ def read_shape(connection: Connection, identifier: sql.Identifier) -> str:
 
 def lock_shape(connection: Connection, table: Table) -> str:
     """Tell the same, and see to it that it stays so until the transaction ends."""
-    if table.is_foreign:  # cannot be locked, and is not copied to byte by byte either
+    if not table.can_be_locked:  # and it is not copied to byte by byte either
         return read_shape(connection, table.identifier)
     statement = sql.SQL("; ").join([query("lock_table", "", table=table.identifier), _shape_of(table.identifier)])
     (shape,) = last_row(cursor_on(connection).execute(statement, prepare=False))

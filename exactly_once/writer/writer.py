@@ -36,8 +36,9 @@ SMALL_BATCH = 500
 # Their keys, members or letters would be taken for values.
 _NO_ROWS = (Mapping, Set, str, bytes)
 _REFUSED_BY_CHECK = "44000"
-# 54: a value that no index takes, or JSON that is too deep.
-_BAD_DATA = ("22", "23", "54", "P0001", _REFUSED_BY_CHECK)
+# A value that no index takes, a row that no page holds, or JSON that is too deep.
+_TOO_LARGE = "54"
+_BAD_DATA = ("22", "23", _TOO_LARGE, "P0001", _REFUSED_BY_CHECK)
 _STALE = ("42", "22P03", "0A000")
 # No operator, or more than one: a column of date or of text has no sums.
 _NO_OPERATOR = ("42883", "42725")
@@ -363,8 +364,11 @@ class TableWriter:
                 return TableChanged(f"{plan.table} was altered since it was read, or a value does not fit: {error}")
         if not reads_value and not state.startswith(_BAD_DATA):
             return error
-        # Elsewhere rows are in another order than they came.
-        line = copied if self.mode == "append" and not plan.may_leave_out else None
+        # Elsewhere rows are in another order than they came. COPY stores many at once, and where it is the table that
+        # refuses one, too long for a page or by a server behind it, the number is that of the last one read.
+        is_told = column is not None or error.diag.table_name is not None
+        is_exact = is_told or not (state.startswith(_TOO_LARGE) or plan.table.is_foreign)
+        line = copied if is_exact and self.mode == "append" and not plan.may_leave_out else None
         if line is None and origins is not None and len(origins) == 1:
             line = 0
         if line is None and (bad := plan.find_bad(rows, origins)) is not None:

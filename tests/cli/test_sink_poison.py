@@ -20,6 +20,10 @@ BIG = "".join(chr(65 + i * i % 57) + str(i) for i in range(3000))
 """Text that compression does not make small enough for an index."""
 REFUSED = {
     "54000: an index entry that is too large": ("CREATE TABLE {0} (id int, v text); CREATE INDEX ON {0} (v)", BIG),
+    "54000: a row that no page holds": (
+        "CREATE TABLE {0} (id int, v text); ALTER TABLE {0} ALTER v SET STORAGE PLAIN",
+        BIG,
+    ),
     "54001: a depth that the server refuses": (
         "CREATE TABLE {0} (id int, v text CHECK (v::jsonb IS NOT NULL))",
         "[" * 60_000 + "]" * 60_000,

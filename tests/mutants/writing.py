@@ -1027,4 +1027,33 @@ WRITING = (
             '"sends_each": False',
         ),
     ),
+    *each(
+        "exactly_once/writer/writer.py",
+        (
+            f"{TABLE_WRITER}::test_a_row_that_no_page_holds_is_not_the_one_that_copy_read_last",
+            "tests/spark/test_bad_rows.py::test_a_row_that_no_page_holds_is_found",
+        ),
+        (
+            "copy-line",
+            "a row that no page holds is taken for the last one that COPY has read: wedges",
+            "line = copied if is_exact and ",
+            "line = copied if ",
+        ),
+    ),
+    *each(
+        "exactly_once/ledger/sql/writer.sql",
+        (f"{TABLE_WRITER}::test_a_sink_warns_of_a_foreign_table",),
+        (
+            "foreign-partition",
+            "of a partition of another server, where a crash can double rows, nobody hears",
+            "WHERE p.relkind = 'f' AND p.oid IN (SELECT oid FROM tree)",
+            "WHERE p.relkind = 'f' AND p.oid = c.oid",
+        ),
+        (
+            "foreign-partition-later",
+            "a partition of another server that is attached meanwhile is not noticed",
+            "count(*) FILTER (WHERE p.relkind = 'f')",
+            "0",
+        ),
+    ),
 )

@@ -102,6 +102,23 @@ def test_a_value_that_its_type_refuses_as_a_statement_is_the_rows_fault(
     assert "jsonpath" in found[0].error
 
 
+@pytest.mark.parametrize("claim", [None, "offset"])
+@pytest.mark.parametrize("count", [10, 2500])
+@pytest.mark.parametrize("mode", ["append", "upsert"])
+def test_a_row_that_no_page_holds_is_found(
+    place: Place, db: psycopg.Connection[Any], mode: str, count: int, claim: str | None
+) -> None:
+    """COPY reads up to a thousand rows before it stores one, and names the last that it has read."""
+    column = "q text, ALTER q SET STORAGE PLAIN"
+    texts = pa.array(["x" * (10_000 if n == 1 else 1) for n in range(count)])
+    with pytest.raises(BadRow, match=rf"{place.name}\[0\] offset 1: row is too big"):
+        attempt_with(place, db, column, texts, mode=mode, claim=claim)
+    db.execute(f"ALTER TABLE {place.name} DROP q")
+    attempt_with(place, db, column, texts, mode=mode, claim=claim, on_bad_row="dead-letter")
+    assert place.written() == [(0, n) for n in range(count) if n not in {1, BAD, 7, 8}]
+    assert [letter.message_offset for letter in letters(db, place.name)] == [1, BAD, 7, 8]
+
+
 NO_UTF8 = pa.array([b"a\xffb"], pa.binary()).view(pa.string())
 FAR = pa.array([[400_000_000_000_000_000, None]], pa.list_(pa.timestamp("us", "UTC")))
 

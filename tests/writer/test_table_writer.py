@@ -31,6 +31,8 @@ from tests.writer.conftest import Connection, MakeTable, messages, rows_of
 BERLIN = ZoneInfo("Europe/Berlin")
 WAYS = {"arrays": 500, "stage": 0}
 """How many rows are a small batch: all of them, or none."""
+UNCOMPRESSED = "".join(chr(65 + i * i % 57) + str(i) for i in range(1000))
+"""Text that compression does not make small enough for an index."""
 TOO_LONG = "{" + ",".join(f"[{n**2},{n**2}]" for n in range(2, 3000)) + "}"
 """A key that no index takes."""
 
@@ -612,14 +614,14 @@ def test_a_bad_row_behind_rows_that_were_sent_is_named_and_nothing_stays(
         ("(id int, v text UNIQUE)", "x0", None, r"already exists"),
         ("(id int, v text CHECK (v <> 'bad'))", "bad", None, "check"),
         ("(id int, v text)", "a\0", "v", "0x00"),
-        ("(id int, v int4multirange PRIMARY KEY)", TOO_LONG, None, "index row"),
+        ("(id int, v text UNIQUE)", UNCOMPRESSED, None, "index row size"),
     ],
 )
 def test_an_error_of_copy_names_the_message(
     definition: str, bad: Any, column: str | None, match: str, work: Connection, make_table: MakeTable
 ) -> None:
     table = make_table(definition)
-    rows = [(i, f"{{[{i},{i}]}}" if "multirange" in definition else f"x{i}") for i in range(3000)]
+    rows = [(i, f"x{i}") for i in range(3000)]
     rows[1234] = (1234, bad)
     with pytest.raises(BadRow, match=match) as caught:
         TableWriter(table).write(work, rows, origins=messages(3000))
@@ -649,6 +651,29 @@ def test_the_row_is_found_in_messages_of_any_language(language: str, work: Conne
     with pytest.raises(BadRow) as caught:
         TableWriter(table).write(work, [("a",), ("\0",)])
     assert (caught.value.row, caught.value.column) == (1, "v")
+
+
+@pytest.mark.parametrize(
+    ("definition", "good", "bad", "match"),
+    [
+        ("(id int, v text)", "x", "x" * 10_000, "row is too big"),
+        ("(id int, v int4multirange PRIMARY KEY)", None, TOO_LONG, "index row requires"),
+    ],
+)
+def test_a_row_that_no_page_holds_is_not_the_one_that_copy_read_last(
+    definition: str, good: str | None, bad: str, match: str, work: Connection, make_table: MakeTable
+) -> None:
+    """What Postgres says of an index alone is as the other."""
+    table = make_table(definition)
+    work.execute(f"ALTER TABLE {table} ALTER v SET STORAGE {'PLAIN' if good else 'EXTENDED'}")
+    many = [(n, bad if n == 1 else good or f"{{[{n},{n}]}}") for n in range(2000)]
+    for rows in (many[:3], many):
+        with pytest.raises(BadRow, match=match) as caught, work.transaction():
+            TableWriter(table).write(work, rows, origins=messages(len(rows)))
+        assert (caught.value.row, caught.value.offset) == (None, None)
+    with pytest.raises(BadRow, match=match) as caught:
+        TableWriter(table).write(work, many[1:2], origins=messages(1))
+    assert caught.value.row == 0
 
 
 def test_an_error_of_a_merge_is_the_messages_fault_without_naming_it(
@@ -780,18 +805,28 @@ def test_a_sink_refuses_a_table_that_a_crash_would_empty(
         sink.write(work, [])
 
 
+@pytest.mark.parametrize("is_partition", [False, True])
 def test_a_sink_warns_of_a_foreign_table(
-    db: Connection, work: Connection, name: str, caplog: pytest.LogCaptureFixture
+    *, is_partition: bool, db: Connection, work: Connection, name: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     db.execute(f"CREATE FOREIGN DATA WRAPPER {name}; CREATE SERVER {name} FOREIGN DATA WRAPPER {name}")
     try:
-        db.execute(f"CREATE FOREIGN TABLE {name} (id int) SERVER {name}")
-        with pytest.raises(psycopg.errors.ObjectNotInPrerequisiteState):  # the wrapper has no handler
-            TableSink(name, decoder=JsonDecoder()).write(work, [])
-        assert "is a foreign table: after a crash at COMMIT rows can be there twice" in caplog.text
+        sink = TableSink(name, decoder=JsonDecoder())
+        if is_partition:
+            db.execute(f"CREATE TABLE {name} (id int) PARTITION BY LIST (id)")
+            db.execute(f"CREATE TABLE {name}_2 PARTITION OF {name} FOR VALUES IN (2)")
+            sink.write(work, [])
+            work.commit()
+            assert "is a foreign table" not in caplog.text
+            db.execute(f"CREATE FOREIGN TABLE {name}_1 PARTITION OF {name} FOR VALUES IN (1) SERVER {name}")
+        else:
+            db.execute(f"CREATE FOREIGN TABLE {name} (id int) SERVER {name}")
+        with contextlib.suppress(psycopg.errors.ObjectNotInPrerequisiteState):  # the wrapper has no handler
+            sink.write(work, [])
+        assert "a foreign table: after a crash at COMMIT rows can be there twice" in caplog.text
     finally:
         work.rollback()
-        db.execute(f"DROP FOREIGN DATA WRAPPER {name} CASCADE")
+        db.execute(f"DROP FOREIGN DATA WRAPPER {name} CASCADE; DROP TABLE IF EXISTS {name}")
 
 
 @pytest.mark.parametrize(

@@ -23,7 +23,8 @@ sees (oid) AS (
       AND (tgtype & 1 <> 0 OR tgoldtable IS NOT NULL OR tgnewtable IS NOT NULL))
 SELECT (SELECT part FROM unnest(parse_ident(%(name)s)) AS part WHERE part <> part::name::text LIMIT 1) AS cut,
        c.oid, c.relkind IN ('r', 'p', 'f') AS is_writable, n.nspname AS schema, c.relname AS name,
-       c.relkind = 'f' AS is_foreign,
+       c.relkind <> 'f' AS can_be_locked,
+       EXISTS (SELECT FROM pg_class p WHERE p.relkind = 'f' AND p.oid IN (SELECT oid FROM tree)) AS is_foreign,
        EXISTS (SELECT FROM pg_class p WHERE p.relpersistence = 'u' AND p.oid IN (SELECT oid FROM tree)) AS is_unlogged,
        row_security_active(c.oid) AS has_row_security, current_setting('array_nulls')::bool AS reads_nulls,
        EXISTS (SELECT FROM fires WHERE ev_type IN ('2', '3')) AS has_rules,
@@ -116,8 +117,9 @@ SELECT concat_ws(', ', (
                       ', ' ORDER BY a.attnum)
     FROM pg_attribute a WHERE a.attrelid = c.oid AND a.attnum > 0 AND NOT a.attisdropped),
     c.relpersistence, c.relhassubclass,
-    CASE c.relkind WHEN 'p' THEN (SELECT count(*) FROM pg_partition_tree(c.oid) JOIN pg_class p ON p.oid = relid
-                                  WHERE p.relpersistence = 'u') END,
+    CASE c.relkind WHEN 'p' THEN (SELECT concat_ws(' ', count(*) FILTER (WHERE p.relpersistence = 'u'),
+                                                   count(*) FILTER (WHERE p.relkind = 'f'))
+                                  FROM pg_partition_tree(c.oid) JOIN pg_class p ON p.oid = relid) END,
     row_security_active(c.oid),
     current_setting('array_nulls'),
     CASE WHEN c.relhasrules THEN ARRAY(SELECT concat(ev_type, ev_enabled) FROM pg_rewrite
