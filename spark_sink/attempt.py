@@ -290,7 +290,8 @@ class Attempt:
             self._may_have_committed = True
             connection, batch_id = self.unit.connection, self.work.batch_id
             try:
-                function(SinkUnit(connection=connection, batch_id=batch_id, rows=self.result.rows, offsets=dict(moves)))
+                stored = self.result.rows - self.result.ignored
+                function(SinkUnit(connection=connection, batch_id=batch_id, rows=stored, offsets=dict(moves)))
             except SystemExit as error:
                 # On the driver it would end the thread whose answer Java waits for, and not the process.
                 raise RuntimeError(f"in_transaction= called sys.exit({error.code})") from error

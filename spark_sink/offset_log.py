@@ -84,6 +84,14 @@ class OffsetLog:
             raise ConfigurationError(f"checkpoint_location={self.location!r} is no checkpoint of a query; {GIVE}")
         return str(json.loads(text)["id"])
 
+    def refuse_done(self, batch_id: int) -> None:
+        """Refuse the checkpoint of another query, which has done the batch that is being written."""
+        if self._read(f"commits/{batch_id}") is not None:
+            raise ConfigurationError(
+                f"checkpoint_location={self.location!r} is of another query: it has batch {batch_id}, which is being "
+                f"written, as done; {GIVE}"
+            )
+
     def ranges(self, batch_id: int) -> list[Range]:
         """Return what a batch covers; starts that are written nowhere are None."""
         ends = self.ends(batch_id)

@@ -180,6 +180,16 @@ def check_options(**given: Any) -> Options:
         )
     if not isinstance(options.bootstrap_servers, str | None):
         raise ConfigurationError("bootstrap_servers= must be text: 'kafka-1:9092,kafka-2:9092'")
+    for option in (
+        "bootstrap_servers",
+        "schema",
+        "checkpoint_location",
+        "topic_column",
+        "partition_column",
+        "offset_column",
+    ):
+        if getattr(options, option) == "":
+            raise ConfigurationError(f"{option}='' is empty; leave it out, or say what it is to be")
     if options.kafka and not (options.bootstrap_servers or options.kafka.keys() & BROKERS):
         raise ConfigurationError("kafka= is about a cluster, and nothing says which one: add bootstrap_servers=")
     if options.small_batch < 0:

@@ -348,8 +348,8 @@ def tell_odd(connection: Connection, options: Options, tables: Iterable[Table], 
             continue
         if execute(connection, options.schema, "is_unwritten", name=str(table)).fetchone() == (True,):
             logger.warning(
-                "%s is empty, and %s goes on behind what it has written before: those rows do not come again. To have "
-                "them, too, choose another group_id, which reads the topic from startingOffsets on",
+                "%s is empty, and %s goes on behind what it has written before: rows that there were do not come "
+                "again. To have them, too, choose another group_id, and a checkpoint of its own where it is a stream",
                 table,
                 options.group,
                 extra=about("applied_before", group=options.group_id),

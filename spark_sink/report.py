@@ -61,7 +61,7 @@ class SinkUnit:
     """psycopg's connection; the sink commits it."""
     batch_id: int
     rows: int
-    """How many rows this transaction wrote."""
+    """How many rows this transaction wrote; not those that ``insert-ignore`` found there."""
     offsets: Mapping[Partition, tuple[int, int]]
     """From where to where this transaction moves the ledger; empty with ``ledger="batch-id"``."""
 

@@ -78,10 +78,12 @@ class Run:
         # Spark's names of a query: one for its checkpoint, one for this start of it. Spark Connect tells neither.
         self.query_id = self._log.query_id()
         self.run_id = None if query is None else query.run_id
-        if query is not None and self.query_id != query.query_id:
+        # The calling query's own, or of all of the session, where Spark tells no more.
+        possible = [str(each.id) for each in spark.streams.active] if query is None else [query.query_id]
+        if self.query_id not in possible:
             raise ConfigurationError(
-                f"checkpoint_location={location!r} belongs to query {self.query_id}, this is query {query.query_id}; "
-                f"leave it out, or {GIVE}"
+                f"checkpoint_location={location!r} belongs to query {self.query_id}, this is query "
+                f"{' or '.join(possible)}; {'' if query is None else 'leave it out, or '}{GIVE}"
             )
         # Calls what opens a transaction of its own, and waits for a database that is away.
         self._patiently = options.patiently
@@ -112,6 +114,8 @@ class Run:
     def write(self, frames: Mapping[str, DataFrame], batch_id: int) -> BatchReport:
         """Write a batch, or find that it was written."""
         began_at = time.monotonic()
+        if self.query is None:
+            self._log.refuse_done(batch_id)
         try:
             frame, parts = self._fit(frames)
             result = self._write(frame, parts, batch_id)

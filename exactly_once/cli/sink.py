@@ -135,7 +135,11 @@ def _add_shape(parser: argparse.ArgumentParser) -> None:
     shape.add_argument(
         "--flatten", nargs="?", const=True, metavar="BETWEEN", help='objects become their fields: a_b, with "_" between'
     )
-    shape.add_argument("--claim", metavar="PATH", help="the id of an event: of several with one id the first is stored")
+    shape.add_argument(
+        "--claim",
+        metavar="PATH",
+        help="the id of an event (a field, header:NAME, key:PATH, or key: for all of the key): the first of one id is stored",
+    )
     shape.add_argument("--rest", metavar="COLUMN", help='jsonb column for fields without a column; "" for none')
     shape.add_argument(
         "--missing", choices=("null", "default", "keep"), help="where a field is missing (its default, or null)"

@@ -116,7 +116,7 @@ class SequenceFilter(MemoryFilter[int, int]):
             return self._reserve(numbers)
 
     def abandon(self, number: int) -> None:
-        """Give up a number that failed for good, so that ``persisted`` can rise over it.
+        """Give up a number that failed for good, so that ``persisted`` can rise over it; sent again it is a duplicate.
 
         :raises KeyRefused: for a number above all that were pushed: those below it, which are still to come, would
             count as duplicates.

@@ -6,6 +6,8 @@ import json
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
+from exactly_once.errors import ConfigurationError
+
 from .changes import Tombstone
 from .decoding import Decoded, header
 from .errors import BadRow, cut, place_of
@@ -22,12 +24,19 @@ Claim = Callable[[Sequence[str]], Sequence[bool]]
 class Claims:
     """Leaves out the rows whose key was claimed before.
 
-    ``source`` is the path of a field of the row in JSON, ``header:NAME``, or ``key:PATH`` in the message's key.
+    ``source`` is the path of a field of the row in JSON, ``header:NAME``, ``key:PATH`` in the message's key, or ``key:``
+    for all of that as text.
+
+    :raises ConfigurationError: for one that names nothing.
     """
 
     def __init__(self, source: str | Sequence[str]) -> None:
         kind, is_named, name = source.partition(":") if isinstance(source, str) else ("", "", "")
         self._envelope = (kind, name) if is_named and kind in ("header", "key") else None
+        if not source or source == "header:":
+            raise ConfigurationError(
+                f"claim={source!r} names no field, header:NAME, or key:PATH (key: is the whole key)"
+            )
         self._path = path_of(name if self._envelope else source)
         self._shape = Shape({"key": (self._path, Raw)})
 
@@ -49,13 +58,17 @@ class Claims:
                     key = json.loads(found.get("key", NULL))
                 elif self._envelope[0] == "header":
                     key = header(self._envelope[1], message, is_bytes=False)
+                elif not self._envelope[1]:
+                    key = (message.key() or b"").decode()
                 else:
                     key = json.loads(in_key(self._shape, message.key()).get("key", NULL))
             except UNREADABLE as error:
                 raise BadRow(f"there is no key to claim: {error}", message=message) from error
             if not isinstance(key, (str, int)) or isinstance(key, bool) or key == "":
                 where = ":".join(self._envelope) if self._envelope else ".".join(self._path)
-                raise BadRow(f"the key to claim, {where}, is text or a whole number, not {cut(key)}", message=message)
+                hint = "" if self._envelope else "; claim= may be header:NAME, key:PATH, and key: for a whole key, too"
+                reason = f"the key to claim, {where}, is text or a whole number, not {cut(key)}{hint}"
+                raise BadRow(reason, message=message)
             keys.append(json.dumps(key))
         places = [place_of(message) for message in decoded.origins]
         # All rows of a message have its key or header, and are one event: the first of them claims for all.

@@ -110,6 +110,26 @@ def test_keys_and_headers_can_name_an_event(claim: str, work: Connection, make_t
         sink.write(work, sent)
 
 
+def test_a_whole_key_can_name_an_event(work: Connection, make_table: MakeTable) -> None:
+    table = make_table("(n int)")
+    sink, claimed = TableSink(table, decoder=JsonDecoder(), claim="key:"), Claimed()
+
+    def sent(offset: int, key: bytes | None) -> Message:
+        return Message(topic="t", partition=0, offset=offset, key=key, value=b'{"n": %d}' % offset)
+
+    keys = [b"order-1", b"order-2", b"order-1", b'{"id": 1}', "ä".encode(), b"1", '"ä"'.encode(), b"1"]
+    sink.write(work, list(map(sent, range(len(keys)), keys)), claim=claimed)
+    assert rows_of(work, table) == [(n,) for n in (0, 1, 3, 4, 5, 6)]
+    for odd in (None, b"", b"\xff"):
+        with pytest.raises(BadRow, match=r"t\[0\] offset 9: (the key to claim, key:, is|there is no key)"):
+            sink.write(work, [sent(9, odd)], claim=claimed)
+    with pytest.raises(BadRow, match="the key to claim, key, is text.*header:NAME, key:PATH, and key: for a whole key"):
+        TableSink(table, decoder=JsonDecoder(), claim="key").write(work, [sent(9, b"1")], claim=claimed)
+    for empty in ("", "header:", ()):
+        with pytest.raises(ConfigurationError, match="names no field"):
+            TableSink(table, decoder=JsonDecoder(), claim=empty)
+
+
 def test_a_bad_row_that_is_replaced_at_once_claims_nothing(work: Connection, make_table: MakeTable) -> None:
     """Whether its event is lost would depend on which messages share a batch."""
     table = make_table("(id int PRIMARY KEY, n int CHECK (n <> 13), event text)")

@@ -3,7 +3,8 @@
     python -m tests.spark.connect serve PORT
     python -m tests.spark.connect run PORT BOOTSTRAP CONNINFO TOPIC DIRECTORY [OPTION=VALUE ...]
 
-The query reads the topic in two batches or more, is started again, and has its last batch replayed.
+The query reads the topic in two batches or more, is started again, and has its last batch replayed. With the option
+`other` another one is given its checkpoint.
 """
 
 from __future__ import annotations
@@ -48,11 +49,14 @@ def run(port: str, bootstrap_servers: str, conninfo: str, topic: str, directory:
     """Run the query of a client."""
     session = SparkSession.builder.remote(f"sc://127.0.0.1:{port}").getOrCreate()
     scene = Scene(session, bootstrap_servers, conninfo, Path(directory), topic=topic)
-    pairs = (option.partition("=") for option in said)
+    pairs = (option.partition("=") for option in said if option != "other")
     options = {key: int(value) if value.isdecimal() else value or None for key, _, value in pairs}
     # A function of ours would be looked for by the server's own Python.
     sink = scene.sink(on_report=None, **options)
     patiently(scene.run)(sink, per_trigger=600)
+    if "other" in said:  # of a query that has ended, over the same topic
+        other = scene.checkpoint.rename(scene.checkpoint.with_name("other"))
+        patiently(scene.run)(scene.sink(on_report=None, group_id=f"{topic}-2", checkpoint_location=str(other)))
     scene.forget_last_commit()
     patiently(scene.run)(sink)
 

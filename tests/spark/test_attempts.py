@@ -240,6 +240,10 @@ def test_also_runs_in_the_transaction_of_the_rows(
     for _ in range(2):
         run(transaction, work, place.input(transaction, range(5)))
     assert db.execute(f"SELECT * FROM {name}_sum").fetchall() == [(5, 5)]
+    db.execute(f'ALTER TABLE {name} ADD UNIQUE (partition, "offset"); INSERT INTO {name} VALUES (0, 7), (0, 8)')
+    work = place.work(place.owners(), place.ranges(9, start=5), mode="insert-ignore", in_transaction=also)
+    run(transaction, work, place.input(transaction, range(5, 9)))
+    assert db.execute(f"SELECT * FROM {name}_sum").fetchall() == [(5, 5), (2, 9)], "of rows that were there none counts"
 
 
 @both

@@ -71,3 +71,13 @@ def test_a_sink_that_cannot_find_the_checkpoint_is_refused_with_what_mends_it(cl
         said = running.logged()
     assert "as over Spark Connect" in said
     assert "give checkpoint_location=" in said
+
+
+def test_the_checkpoint_of_another_query_is_refused(client: Client, name: str, db: psycopg.Connection[Any]) -> None:
+    """Its batches are others, so that messages would count as written that no batch of this query has brought."""
+    with client("other") as running:
+        assert running.wait_ended() == 1, running.story()
+        said = running.logged()
+    assert "belongs to query" in said
+    found = db.execute("SELECT count(*) FROM exactly_once.ledger WHERE group_id = %s", (f"{name}-2",)).fetchone()
+    assert found == (0,)

@@ -110,6 +110,13 @@ def test_what_was_left_out_is_in_the_range_only_where_the_ledger_has_all_that_wa
         assert over_skipped(ranges, {P: stands}, written) == [replace(given, start=start)]
 
 
+def test_a_checkpoint_that_has_done_the_batch_is_another_querys() -> None:
+    log = OffsetLog("/c", {**FILES, "commits/2": b"v1"}.get)
+    log.refuse_done(3)
+    with pytest.raises(ConfigurationError, match="'/c' is of another query: it has batch 2, which is being written"):
+        log.refuse_done(2)
+
+
 def test_a_mark_is_kept_beside_the_checkpoint() -> None:
     files = dict(FILES)
     log = OffsetLog("/c", files.get, files.__setitem__)

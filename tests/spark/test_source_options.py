@@ -53,6 +53,8 @@ def test_settings_of_kafka_and_a_password_of_its_own_are_taken() -> None:
         ({"reapAfterSeconds": "nan"}, "positive number"),
         ({"mode": "merge"}, "mode='merge'"),
         ({"table": ""}, "table="),
+        ({"bootstrapServers": ""}, "bootstrap_servers='' is empty"),
+        ({"schema": ""}, "schema='' is empty"),
         ({"mode": "replace"}, "ledger='batch-id'"),
         ({"jobId": "x"}, "jobId is for batch jobs with ledger=batch-id"),
     ],
