@@ -38,6 +38,8 @@ OnBadRow = Literal["fail", "dead-letter"]
 
 # What each of several tables may have for itself.
 _OF_TABLE = ("mode", "key", "add", "claim", "create_table", "evolve")
+# Of which an empty text would be found out late, if at all.
+_NAMING = ("bootstrap_servers", "schema", "checkpoint_location", "topic_column", "partition_column", "offset_column")
 # What only ``foreachBatch`` can do.
 _ONLY_SINK = ("transaction", "in_transaction", "on_report", "small_batch", "tables", "dead_letter_limit")
 
@@ -180,16 +182,6 @@ def check_options(**given: Any) -> Options:
         )
     if not isinstance(options.bootstrap_servers, str | None):
         raise ConfigurationError("bootstrap_servers= must be text: 'kafka-1:9092,kafka-2:9092'")
-    for option in (
-        "bootstrap_servers",
-        "schema",
-        "checkpoint_location",
-        "topic_column",
-        "partition_column",
-        "offset_column",
-    ):
-        if getattr(options, option) == "":
-            raise ConfigurationError(f"{option}='' is empty; leave it out, or say what it is to be")
     if options.kafka and not (options.bootstrap_servers or options.kafka.keys() & BROKERS):
         raise ConfigurationError("kafka= is about a cluster, and nothing says which one: add bootstrap_servers=")
     if options.small_batch < 0:
@@ -208,7 +200,10 @@ def check_options(**given: Any) -> Options:
 
 
 def _with_names(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Make tuples of what names several columns; see that what names one does."""
+    """Make tuples of what names several columns; see that what names one does, or something else."""
+    for option in _NAMING:
+        if given.get(option) == "":
+            raise ConfigurationError(f"{option}='' is empty; leave it out, or say what it is to be")
     lists = {option: given[option] for option in ("key", "add") if given.get(option) is not None}
     for option, value in lists.items():
         if isinstance(value, str):

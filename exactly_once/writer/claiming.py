@@ -24,8 +24,8 @@ Claim = Callable[[Sequence[str]], Sequence[bool]]
 class Claims:
     """Leaves out the rows whose key was claimed before.
 
-    ``source`` is the path of a field of the row in JSON, ``header:NAME``, ``key:PATH`` in the message's key, or ``key:``
-    for all of that as text.
+    ``source`` is the path of a field of the row in JSON, ``header:NAME``, ``key:PATH`` in the message's key, or
+    ``key:`` for all of that as text.
 
     :raises ConfigurationError: for one that names nothing.
     """
@@ -34,9 +34,7 @@ class Claims:
         kind, is_named, name = source.partition(":") if isinstance(source, str) else ("", "", "")
         self._envelope = (kind, name) if is_named and kind in ("header", "key") else None
         if not source or source == "header:":
-            raise ConfigurationError(
-                f"claim={source!r} names no field, header:NAME, or key:PATH (key: is the whole key)"
-            )
+            raise ConfigurationError(f"claim={source!r} names no field, header:NAME or key:PATH (key: is a whole key)")
         self._path = path_of(name if self._envelope else source)
         self._shape = Shape({"key": (self._path, Raw)})
 

@@ -45,9 +45,9 @@ class TableSink:
     With ``evolve="add-columns"`` a field that no column takes gets one: the batch comes again, and its transaction
     begins with the ALTER TABLE. A field that was always null so far gets none. ``types`` are those of such columns,
     where the values do not tell. ``claim`` names the field that tells one event from another (a path with dots,
-    ``header:NAME``, ``key:PATH``, or ``key:`` for a whole key): of rows with one the first of the group is stored, as :meth:`Unit.claim` says.
-    Keys of another table are others, and a message without a value claims no field. All else are options of
-    :class:`TableWriter`.
+    ``header:NAME``, ``key:PATH``, or ``key:`` for a whole key): of rows with one the first of the group is stored, as
+    :meth:`Unit.claim` says. Keys of another table are others, and a message without a value claims no field. All else
+    are options of :class:`TableWriter`.
     """
 
     def __init__(

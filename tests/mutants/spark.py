@@ -634,4 +634,24 @@ SPARK = (
             "sends_each=False",
         ),
     ),
+    *each(
+        "spark_sink/run.py",
+        ("tests/spark/test_connect.py::test_the_checkpoint_of_another_query_is_refused",),
+        (
+            "connect-checkpoint",
+            "over Spark Connect the checkpoint of another query counts as the own one: loses",
+            "if self.query_id not in possible:",
+            "if query is not None and self.query_id not in possible:",
+        ),
+    ),
+    *each(
+        "spark_sink/offset_log.py",
+        ("tests/spark/test_ranges.py::test_a_checkpoint_that_has_done_the_batch_is_another_querys",),
+        (
+            "connect-checkpoint-done",
+            "a checkpoint that has done the batch counts as that of the query that writes it: loses",
+            'if self._read(f"commits/{batch_id}") is not None:',
+            "if False:",
+        ),
+    ),
 )
