@@ -138,7 +138,7 @@ def _add_shape(parser: argparse.ArgumentParser) -> None:
     shape.add_argument(
         "--claim",
         metavar="PATH",
-        help="the id of an event, of which the first is stored: a field, header:NAME, key:PATH, or key: for a whole key",
+        help="the id of an event, whose first row is stored: a field, header:NAME, key:PATH, or key: for a whole key",
     )
     shape.add_argument("--rest", metavar="COLUMN", help='jsonb column for fields without a column; "" for none')
     shape.add_argument(
