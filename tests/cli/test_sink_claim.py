@@ -123,9 +123,7 @@ def test_a_whole_key_can_name_an_event(work: Connection, make_table: MakeTable) 
     for odd in (None, b"", b"\xff"):
         with pytest.raises(BadRow, match=r"t\[0\] offset 9: (the key to claim, key:, is|there is no key)"):
             sink.write(work, [sent(9, odd)], claim=claimed)
-    with pytest.raises(
-        BadRow, match=r"the key to claim, key, is text.*header:NAME, key:PATH, and key: for"
-    ):
+    with pytest.raises(BadRow, match=r"the key to claim, key, is text.*header:NAME, key:PATH, and key: for"):
         TableSink(table, decoder=JsonDecoder(), claim="key").write(work, [sent(9, b"1")], claim=claimed)
     for empty in ("", "header:", ()):
         with pytest.raises(ConfigurationError, match="names no field"):
