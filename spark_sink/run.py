@@ -83,7 +83,7 @@ class Run:
         if self.query_id not in possible:
             raise ConfigurationError(
                 f"checkpoint_location={location!r} belongs to query {self.query_id}, this is query "
-                f"{' or '.join(possible)}; {'' if query is None else 'leave it out, or '}{GIVE}"
+                f"{' or '.join(possible) or 'of another session'}; {'' if query is None else 'leave it out, or '}{GIVE}"
             )
         # Calls what opens a transaction of its own, and waits for a database that is away.
         self._patiently = options.patiently

@@ -352,7 +352,7 @@ class TableWriter:
         if self._add and state in _NO_OPERATOR and not (reads_value or error.diag.context):
             return TableError(f"{plan.table}: add={list(self._add)} cannot be: {error.diag.message_primary}")
         if self.mode == "insert-ignore" and not self._conflict.key and state == _NO_ARBITER and not error.diag.context:
-            return self._no_key(plan.table)
+            return TableError(f"{self._no_key(plan.table)} ({error.diag.message_primary})")
         if is_kept_out(error):
             state = _REFUSED_BY_CHECK
         elif state == NOT_GRANTED:  # of the table, or of what a default, a check or a trigger of it uses
