@@ -62,10 +62,17 @@ class TableSink:
     ) -> None:
         # What cannot be stored claims nothing, so each row is looked at.
         self.writer = TableWriter(table, **{"sends_each": claim is not None, **options})
-        if self.writer.missing in ("keep", "default") and getattr(decoder, "missing", "apart") != "apart":
+        says = getattr(decoder, "missing", None)
+        if self.writer.missing in ("keep", "default"):
+            if says not in (None, "apart"):
+                raise ConfigurationError(
+                    f"missing={self.writer.missing!r} needs a decoder that tells a missing field from null: say "
+                    'JsonDecoder(missing="apart")'
+                )
+        elif says == "apart":
             raise ConfigurationError(
-                f"missing={self.writer.missing!r} needs a decoder that tells a missing field from null: say "
-                'JsonDecoder(missing="apart")'
+                'JsonDecoder(missing="apart") tells a missing field from null, and nothing says what it is to be: '
+                'say missing="keep" or "default", too'
             )
         self._claims: Claims | None = None
         if claim is not None:

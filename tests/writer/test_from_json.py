@@ -539,3 +539,10 @@ def test_a_decoder_that_makes_null_of_a_missing_field_is_refused_where_that_is_n
         with pytest.raises(ConfigurationError, match=r'JsonDecoder\(missing="apart"\)'):
             TableSink("customer", decoder=decoder, mode="upsert", missing=missing)
     TableSink("customer", decoder=JsonDecoder(missing="apart"), mode="upsert", missing=missing)
+
+
+@pytest.mark.parametrize("missing", [None, "null"])
+def test_a_missing_field_that_is_told_apart_for_nothing_is_refused(missing: Any) -> None:
+    for decoder in (JsonDecoder(missing="apart"), FormatDecoder(JsonDecoder(missing="apart"))):
+        with pytest.raises(ConfigurationError, match='say missing="keep" or "default", too'):
+            TableSink("customer", decoder=decoder, missing=missing)
