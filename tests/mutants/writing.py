@@ -362,8 +362,8 @@ WRITING = (
         (
             "keep-null",
             "a decoder makes null of what the table is to keep: loses",
-            'self.writer.missing in ("keep", "default") and',
-            "False and",
+            'if says not in (None, "apart"):',
+            "if False:",
         ),
     ),
     *each(
