@@ -17,8 +17,6 @@ django.setup()
 
 from votes.models import Poll, Vote  # noqa: E402  (models exist after setup)
 
-KAFKA = {"bootstrap.servers": os.environ["EXACTLY_ONCE_BOOTSTRAP_SERVERS"], "group.id": "votes"}
-
 
 def count(vote: dict[str, Any]) -> None:
     poll, _ = Poll.objects.select_for_update().get_or_create(name=vote["poll"])
@@ -42,7 +40,8 @@ def count_all(unit: Unit) -> None:
 
 
 def main() -> None:
-    consumer = ExactlyOnceConsumer(KAFKA, connect=connect, start="committed")
+    kafka = {"bootstrap.servers": os.environ["EXACTLY_ONCE_BOOTSTRAP_SERVERS"], "group.id": "votes"}
+    consumer = ExactlyOnceConsumer(kafka, connect=connect, start="committed")
     consumer.subscribe(["votes"])
     try:
         consumer.run(count_all)
