@@ -95,7 +95,9 @@ def verify(
             "--log": str(tmp_path / "log"),
         }
         status = main(["verify", "--json", *(word for option in options.items() for word in option), *arguments])
-        return status, json.loads(capsys.readouterr().out.splitlines()[-1])
+        out, err = capsys.readouterr()
+        assert out, f"exit {status}: {err}"
+        return status, json.loads(out.splitlines()[-1])
 
     return run
 
