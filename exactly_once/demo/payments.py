@@ -13,7 +13,8 @@ from collections.abc import Sequence
 from typing import Any
 
 import psycopg
-from confluent_kafka import KafkaError, Message, Producer
+import tenacity
+from confluent_kafka import KafkaError, KafkaException, Message, Producer
 from confluent_kafka.admin import AdminClient
 from confluent_kafka.cimpl import NewTopic
 from psycopg import sql
@@ -25,6 +26,7 @@ OPENING_BALANCE = 1_000
 _REGRETTED = 5  # payments of a transaction that is aborted: they are in the log and must take no effect
 _NETWORKS = ("visa", "mastercard", "amex")
 _ROOM_SECONDS = 0.1  # less than a viewer notices; a report of delivery ends the wait
+_HEARTBEAT_SECONDS = 15.0  # a broker sends one each two seconds
 _SECONDS = 120  # longer than a broker on a busy machine takes to answer
 
 _CREATE = """
@@ -67,9 +69,22 @@ def create_tables(connection: psycopg.Connection[Any], schema: str) -> None:
 
 
 def create_topic(bootstrap_servers: str, topic: str, partitions: int = BRANCHES, replicas: int = -1) -> None:
-    """Make a topic, by itself with as many replicas as the cluster's own default: with fewer it may take nothing."""
+    """Make a topic, by itself with as many replicas as the cluster's own default: with fewer it may take nothing.
+
+    On a busy machine a broker counts as away until its next heartbeat, and too few seem to be there.
+    """
+    patiently = tenacity.Retrying(
+        retry=tenacity.retry_if_exception(_lacks_brokers),
+        stop=tenacity.stop_after_delay(_HEARTBEAT_SECONDS),
+        wait=tenacity.wait_fixed(0.5),
+        reraise=True,
+    )
     with AdminClient({"bootstrap.servers": bootstrap_servers, "log_level": 2}) as admin:
-        admin.create_topics([NewTopic(topic, partitions, replicas)])[topic].result(_SECONDS)
+        patiently(lambda: admin.create_topics([NewTopic(topic, partitions, replicas)])[topic].result(_SECONDS))
+
+
+def _lacks_brokers(error: BaseException) -> bool:
+    return isinstance(error, KafkaException) and error.args[0].code() == KafkaError.INVALID_REPLICATION_FACTOR
 
 
 def send(producer: Producer, *message: Any, **options: Any) -> None:
