@@ -8,6 +8,7 @@ instead of prevented.
 from __future__ import annotations
 
 import json
+import logging
 import random
 from collections.abc import Sequence
 from typing import Any
@@ -18,6 +19,8 @@ from confluent_kafka import KafkaError, KafkaException, Message, Producer
 from confluent_kafka.admin import AdminClient
 from confluent_kafka.cimpl import NewTopic
 from psycopg import sql
+
+logger = logging.getLogger(__name__)
 
 BRANCHES = 6  # as many partitions: three for each of the two workers
 # In each branch.
@@ -73,10 +76,16 @@ def create_topic(bootstrap_servers: str, topic: str, partitions: int = BRANCHES,
 
     On a busy machine a broker counts as away until its next heartbeat, and too few seem to be there.
     """
+
+    def warn_once(attempt: tenacity.RetryCallState) -> None:
+        if attempt.attempt_number == 1:
+            logger.warning("too few brokers are there for topic %s; waits up to %g s", topic, _HEARTBEAT_SECONDS)
+
     patiently = tenacity.Retrying(
         retry=tenacity.retry_if_exception(_lacks_brokers),
         stop=tenacity.stop_after_delay(_HEARTBEAT_SECONDS),
         wait=tenacity.wait_fixed(0.5),
+        before_sleep=warn_once,
         reraise=True,
     )
     with AdminClient({"bootstrap.servers": bootstrap_servers, "log_level": 2}) as admin:

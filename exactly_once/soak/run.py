@@ -70,6 +70,7 @@ _TERMINATE = """
     SELECT pg_terminate_backend(pid) FROM pg_stat_activity
     WHERE application_name LIKE 'exactly\\_once:%' ORDER BY random() LIMIT 1
 """
+_ROWS = "SELECT count(*) FROM exactly_once.ledger"
 _FOLLOW_NOBODY = ("ALTER SYSTEM SET primary_conninfo = ''", "SELECT pg_reload_conf()")
 _LEDGER = "SELECT * FROM exactly_once.ledger WHERE group_id = %s ORDER BY topic, partition"
 _BACKENDS = """
@@ -395,6 +396,11 @@ class Soak:
         }
         if kind not in outages or self._outage is not None:
             return False
+        if kind.startswith("failover"):
+            # A group whose first commit is lost has no rows, and is rightly refused until an operator decides.
+            with psycopg.connect(self._standby.conninfo) as connection:
+                if connection.execute(_ROWS).fetchone() != (len(self._moved),):
+                    return False
         self._outage = self._outages.submit(outages[kind])
         return True
 

@@ -85,7 +85,7 @@ class Table:
     name: str
     columns: Sequence[Column]
     keys: Sequence[tuple[str, ...]] = ()
-    """The sets of columns that ON CONFLICT can name."""
+    """The sets of columns that ON CONFLICT can name, the primary key first."""
     primary_key: tuple[str, ...] = ()
     """That of them which is the primary key; empty where it is checked late, or there is none."""
     can_be_locked: bool = True

@@ -34,11 +34,16 @@ class Admin:
         return {"t": future}
 
 
-def test_a_broker_that_seems_to_be_away_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    admin = Admin(KafkaError.INVALID_REPLICATION_FACTOR)
+def test_a_broker_that_seems_to_be_away_is_waited_for(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    admin = Admin(*2 * [KafkaError.INVALID_REPLICATION_FACTOR])
     monkeypatch.setattr(payments, "AdminClient", admin)
     payments.create_topic("127.0.0.1:1", "t")
     assert admin.codes == []
+    assert [record.getMessage() for record in caplog.records] == [
+        "too few brokers are there for topic t; waits up to 15 s"
+    ]
     admin.codes = [KafkaError.TOPIC_ALREADY_EXISTS, KafkaError.TOPIC_ALREADY_EXISTS]
     with pytest.raises(KafkaException, match="TOPIC_ALREADY_EXISTS"):
         payments.create_topic("127.0.0.1:1", "t")

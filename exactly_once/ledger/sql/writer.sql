@@ -85,8 +85,8 @@ LEFT JOIN pg_collation l ON l.oid = a.attcollation
 ORDER BY a.attnum
 
 -- name: keys_of_table
--- Read the sets of columns that ON CONFLICT can name, the primary key first and marked; not those that an index finds equal in other cases
--- than the columns' own collation.
+-- Read the sets of columns that ON CONFLICT can name, the primary key first and marked; not those that an index finds
+-- equal in other cases than the columns' own collation.
 SELECT ARRAY(SELECT a.attname::text
              FROM unnest(i.indkey[0:i.indnkeyatts - 1]::int2[]) WITH ORDINALITY AS k(attnum, n)
              JOIN pg_attribute a ON a.attrelid = i.indrelid AND a.attnum = k.attnum
