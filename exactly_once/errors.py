@@ -20,7 +20,7 @@ ExactlyOnceError
 │   │   ├── OffsetBeyondLogEnd          the log is shorter than the stored offset
 │   │   └── LogTruncated                the log was rewritten below the stored offset
 │   ├── BatchUnreadable                 the client cannot make messages of what is in the log
-│   ├── LedgerRowMissing                somebody deleted a row of the ledger
+│   ├── LedgerRowMissing                a row of the ledger was deleted
 │   ├── ReadOnly                        the database server is a standby, or takes no writes
 │   ├── PartitionHalted                 a handler committed by itself; an operator must decide
 │   ├── OwnedBySpark                    the row belongs to a Spark job
@@ -132,7 +132,7 @@ class BatchUnreadable(StartError):
 
 
 class LedgerRowMissing(StartError):
-    """A partition of a known topic has no row: somebody deleted it."""
+    """A partition of a known topic has no row: it was deleted, or a failover lost it."""
 
 
 class ReadOnly(StartError):

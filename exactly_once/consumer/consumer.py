@@ -327,13 +327,15 @@ class ExactlyOnceConsumer:
         self._servers.check_database(self._session, self._options)
         self._servers.check_topics_exist(self._cluster, [t for t in topics if not t.startswith("^")], self._options)
         first, first_before = None, self._start_offsets.first_topics
-        if self._options.start not in (None, "earliest") and any(topic.startswith("^") for topic in topics):
-            # ``start`` chooses for topics that are named, and for those that a pattern finds in a group without rows:
-            # every topic there is, found or not, which only client and broker know. What arrives in a topic that a
-            # pattern finds later, before it is found, would be skipped by ``start="latest"``.
+        waits = self._options.wait_for_topics
+        if self._options.start not in (None, "earliest") and (waits or any(topic.startswith("^") for topic in topics)):
+            # ``start`` chooses for topics that are named and exist, and for those that a pattern finds in a group
+            # without rows: every topic there is, found or not, which only client and broker know. What arrives in a
+            # topic that is made later, before it is found, would be skipped by ``start="latest"``.
             asking = retry_for(self._options.startup_seconds)
-            there = [] if asking(self._ledger.has_rows) else asking(self._cluster.topic_names)
-            first = frozenset({*topics, *there})
+            there = asking(self._cluster.topic_names)
+            named = set(topics).intersection(there) if waits else set(topics)
+            first = frozenset(named if asking(self._ledger.has_rows) else named.union(there))
         self._start_offsets.first_topics = first
         if not self._assignment.topics:
             self._buffer.only_topic = topics[0] if len(topics) == 1 and not topics[0].startswith("^") else None

@@ -385,8 +385,9 @@ class Ledger:
 def row_missing(group_id: str, schema: str, partition: Partition) -> LedgerRowMissing:
     """Describe a row that should be there."""
     return LedgerRowMissing(
-        f"the ledger has no row of {partition} for group {group_id!r}, and has had one or has others of the topic: "
-        f"somebody deleted it. Restore it, or give it an offset with: {reset_command(group_id, schema, partition)}"
+        f"the ledger has no row of {partition} for group {group_id!r}, and has had one or has others of the topic: it "
+        "was deleted, or a failover lost it. One that a failover lost is made again; if it stays away, restore it, or "
+        f"give it an offset with: {reset_command(group_id, schema, partition)}"
     )
 
 

@@ -267,12 +267,21 @@ class StartOffsets:
             return self._start == "committed"
         if mirrored:
             origins = {found.origin.ledger_id for found in committed.values() if found.origin is not None}
+            own, here = self._ledger.origin().ledger_id, address(self._ledger.session.connection)
+            if origins == {own}:
+                why = f"they were deleted, or a failover lost them (ledger {own} in {here})"
+            else:
+                theirs = ", ".join(sorted(origins)) or "of an unknown id"
+                why = (
+                    "they were lost, or this is another database or schema (here is ledger "
+                    f"{own} in {here}, Kafka's are of ledger {theirs})"
+                )
             raise errors.OffsetsNotAdopted(
                 f"Kafka holds offsets that this library mirrored for group {self._group_id!r} and topic {topic!r}, but "
-                "the ledger has no rows: it was lost, or this is another database or schema (here is ledger "
-                f"{self._ledger.origin().ledger_id} in {address(self._ledger.session.connection)}, Kafka's are of "
-                f"ledger {', '.join(sorted(origins)) or 'of an unknown id'}). Find out which messages "
-                f"took effect here, then: {self._command('reset', topic, '--to-earliest')} (or --to-latest, --to-time)"
+                f"the ledger has no rows: {why}. Find out which messages took effect here, then: "
+                f"{self._command('reset', topic, '--to-earliest')} (or --to-latest, --to-time). If the group began "
+                "elsewhere, stop its workers before, and give each partition its offset behind that, by --partition P "
+                "--to-offset N; the worker that began has logged it as 'reading ... from offset N'"
             )
         raise self._not_adopted(topic, len(committed))
 

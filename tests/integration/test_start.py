@@ -367,6 +367,18 @@ def test_topic_that_comes_later_is_waited_for(make_consumer: MakeConsumer, boots
         timer.join()
 
 
+def test_a_topic_that_is_waited_for_is_read_from_its_beginning_whatever_start_says(
+    make_consumer: MakeConsumer, bootstrap_servers: str, name: str
+) -> None:
+    there = create_topic(bootstrap_servers, 1, name=f"{name}-there")
+    produce(bootstrap_servers, there, 5, 1)
+    settings = {"topic.metadata.refresh.interval.ms": 300}
+    with make_consumer(settings, start="latest", wait_for_topics=True) as consumer:
+        consumer.subscribe([there, name])
+        produce(bootstrap_servers, create_topic(bootstrap_servers, 2, name=name), 8, 2)
+        assert _first_messages(consumer, 8) == 8
+
+
 @pytest.mark.fault("A12")
 def test_topic_that_matches_later_is_read_from_its_beginning(
     make_consumer: MakeConsumer, bootstrap_servers: str, name: str, protocol: dict[str, Any]
