@@ -52,7 +52,10 @@ _ENVIRONMENT = ("08", "53", "57", "58", "25006", "26000", "HV00N")
 _DURATION = ("57014", "25P03", "25P04")
 _HANDLER = ("00", "01", "02", "09", "10", "20", "21", "22", "23", "27", "2F", "38", "39", "44", "54", "P0", "25P02")
 # What every message may meet, or one by a value or a branch of the handler that only it takes.
-_DOUBTFUL = ("0A", "0B", "0F", "0L", "0P", "0Z", "24", "28", "2B", "2D", "34", "3B", "3D", "3F", "42", "55000", "HV")
+_DOUBTFUL = (
+    *("0A", "0B", "0F", "0L", "0P", "0Z", "24", "28", "2B", "2D", "34", "3B", "3D", "3F", "42", "55000", "HV"),
+    "XX000",
+)
 # What looks like the server's state and can be a statement's own doing: SET TRANSACTION READ ONLY, say.
 _BY_STATEMENT = ("25006", "26000", "53400", "58P01")
 _OURS = "EO"
@@ -107,8 +110,8 @@ def may_be_data(error: BaseException) -> bool:
     """Tell whether an error that is nobody's (:attr:`Fault.OTHER`) could be that of one message all the same.
 
     Class 42 is: a grant or a table that is missing, but also ``to_tsquery`` of a value. So is a statement that the
-    server does not allow, or a cursor that is not there, where one branch of the handler has it. Which of them shows
-    when there are fewer messages.
+    server does not allow, or a cursor that is not there, where one branch of the handler has it; and XX000 of hstore's
+    reader before Postgres 16, for instance. Which of them shows when there are fewer messages.
     """
     return (sqlstate_of(error) or "").startswith(_DOUBTFUL)
 

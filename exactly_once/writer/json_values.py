@@ -71,6 +71,8 @@ _UNITS: dict[Epoch, Decimal] = {
     "ns": Decimal("0.001"),
     "days": Decimal(_DAY),
 }
+# No number is from these years in two units.
+_FROM, _TO = 7305 * _DAY, 47_482 * _DAY
 # All that Postgres holds is far below in each unit.
 _LARGEST_EXPONENT = 30
 _NUL_ESCAPE = re.compile(rb"(?<!\\)((?:\\\\)*)(?:\\u0000)+")
@@ -173,10 +175,8 @@ def _advice(column: Column, raw: bytes, reading: Reading) -> str:
     """Say what option, or what other type, would take a value that its column did not; nothing if none is known."""
     name, is_text, is_number = base_name(column), raw.startswith(b'"'), raw[0] in _NUMBER_STARTS
     if is_number and name in TIMES:
-        unit, words = ("days", "days") if name == "date" else ("ms", "milliseconds")
-        takes = f'epoch = {{ {column.name} = "{unit}" }} takes a number, here of {words}'
-        return "" if column.name in reading.epoch else takes  # else it says itself what is wrong
-    if raw.startswith((b"{", b"[")):
+        return "" if column.name in reading.epoch else _epoch(column, raw)  # else it says itself what is wrong
+    if raw.startswith((b"{", b"[", b"t", b"f")):
         return f"jsonb takes it: {_alter(column, 'jsonb', 'to_jsonb')}" if column.element is None else ""
     if (is_text or is_number) and name == "bool":
         takes = "" if reading.lax else 'lax = true takes 1, 0, "true", "false", "t" and "f"; '
@@ -200,6 +200,16 @@ def _advice(column: Column, raw: bytes, reading: Reading) -> str:
     return ""
 
 
+def _epoch(column: Column, raw: bytes) -> str:
+    """Say which unit takes a number, where only one makes a likely time of it."""
+    if base_name(column) in TIMESTAMPS | {"date"}:
+        number = Decimal(raw.decode())
+        for unit, size in _UNITS.items():
+            if _FROM / size <= number < _TO / size:
+                return f'epoch = {{ {column.name} = "{unit}" }} takes a number, of which this one is from 1990 to 2100'
+    return f"epoch = {{ {column.name} = UNIT }} takes a number, with {', '.join(_UNITS)} for UNIT"
+
+
 def _alter(column: Column, kind: str, function: str = "") -> str:
     name = f'"{column.name}"' if not re.fullmatch("[a-z_][a-z0-9_]*", column.name) else column.name
     using = f" USING {function}({name})" if function else ""
@@ -219,7 +229,7 @@ def text_of(raw: bytes, *, strips: bool = False) -> str:
         return text.replace("\0", "") if strips else text
     if raw[0] in _NUMBER_STARTS:
         return raw.decode()
-    raise ValueError(f"text is wanted, not {shown(raw)}")
+    raise ValueError(f"text or a number is wanted, not {shown(raw)}")
 
 
 def stripped(raw: bytes) -> bytes:

@@ -65,11 +65,6 @@ class Column:
         """Whether it is an interval, or an array of such, of certain fields or digits: ``interval year to month``."""
         return self.typmod >= 0 and (self.element or self).base_name == "interval"
 
-    @property
-    def has_attributes(self) -> bool:
-        """Whether a composite type is in it, at any depth."""
-        return bool(self.attributes) or (self.part is not None and self.part.has_attributes)
-
     def is_left_out(self, missing: OnMissing | None) -> bool:
         """Tell whether a row that lacks it is stored without it, and not with a null."""
         if missing == "keep":

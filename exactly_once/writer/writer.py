@@ -40,7 +40,7 @@ _REFUSED_BY_CHECK = "44000"
 _TOO_LARGE = "54"
 _BAD_DATA = ("22", "23", _TOO_LARGE, "P0001", _REFUSED_BY_CHECK)
 _STALE = ("42", "22P03", "0A000")
-# No operator, or more than one: a column of date or of text has no sums.
+# No operator, or more than one: a column of date or of text has no sums, one of json no order.
 _NO_OPERATOR = ("42883", "42725")
 # Without a key any constraint may be the one that has the row, and a deferrable one cannot.
 _NO_ARBITER = "55000"
@@ -50,8 +50,9 @@ _RIGHTS: Mapping[Mode, Sequence[str]] = {
     "insert-ignore": ["SELECT", "INSERT"],
     "upsert": ["SELECT", "INSERT", "UPDATE", "DELETE"],
 }
-# What the readers of some types raise for a value: ltree 42601, regclass 0A000. A COPY names its column then.
-_OF_READERS = ("42", "0A", "08P01")
+# What the readers of some types raise for a value: ltree 42601, regclass 0A000, hstore before Postgres 16 XX000. A COPY
+# names its column then.
+_OF_READERS = ("42", "0A", "08P01", "XX000")
 
 
 class TableWriter:
@@ -142,7 +143,15 @@ class TableWriter:
         try:
             while self._table is None or (locks and lock_shape(connection, self._table) != self._table.shape):
                 table = read_table(connection, self.name)
-                self._conflict = self._conflict_in(table)
+                before, self._conflict = self._conflict.key, self._conflict_in(table)
+                if before and before != self._conflict.key:
+                    logger.warning(
+                        "%s has another primary key: rows are told apart by %s now, and no more by %s; key= keeps one",
+                        table,
+                        ", ".join(self._conflict.key) or "any constraint",
+                        ", ".join(before),
+                        extra=about("key_changed"),
+                    )
                 self._columns = self._columns or tuple(table.writable)
                 self._table, self._is_fresh, self._plans = table, True, {}
         except psycopg.errors.UndefinedTable as error:
@@ -273,23 +282,15 @@ class TableWriter:
             raise
         except psycopg.Error as error:
             explained = self._explained(error, plan, rows, origins)
-            self._doubt(explained)
             # The state of a policy's refusal is kept: whose fault it is :func:`classify` knows.
             is_known = (error.sqlstate or "22").startswith((*_BAD_DATA, NOT_GRANTED))
             is_ours = isinstance(explained, BadRow) and not is_known
             raise explained from UnreadableValue(str(error)) if is_ours else error
-        except BadRow as error:
-            self._doubt(error)
+        except BadRow:
             raise
         except Exception as error:
             raise plan.find_bad(rows, origins) or error from error
         self._is_fresh = self._stages = False
-
-    def _doubt(self, error: Exception) -> None:
-        """Read the table anew before the row is refused again: its shape does not tell of a type's attributes."""
-        is_telling = self._table is None or not any(column.has_attributes for column in self._table.columns)
-        if isinstance(error, BadRow) and not is_telling:
-            self._table = None
 
     def _plan(self, table: Table, names: tuple[str, ...]) -> Plan:
         if names not in self._plans:
@@ -349,8 +350,11 @@ class TableWriter:
             return plan.find_bad(rows, origins) or error
         copied, column = place_in_copy(plan, error.diag.context or "")
         reads_value = column is not None and state.startswith(_OF_READERS) and state != NOT_GRANTED
-        if self._add and state in _NO_OPERATOR and not (reads_value or error.diag.context):
-            return TableError(f"{plan.table}: add={list(self._add)} cannot be: {error.diag.message_primary}")
+        if (self._add or self._newest_by) and state in _NO_OPERATOR and not (reads_value or error.diag.context):
+            reason = error.diag.message_primary or ""
+            is_sum = self._add and ("+" in reason or self._newest_by is None)
+            option = f"add={list(self._add)}" if is_sum else f"newest_by={self._newest_by!r}"
+            return TableError(f"{plan.table}: {option} cannot be: {reason}")
         if self.mode == "insert-ignore" and not self._conflict.key and state == _NO_ARBITER and not error.diag.context:
             return TableError(f"{self._no_key(plan.table)} ({error.diag.message_primary})")
         if is_kept_out(error):

@@ -274,7 +274,7 @@ def test_two_messages_of_one_key_in_an_upsert_are_applied_one_after_the_other(sc
     assert scene.query(f"SELECT k, o FROM {table} ORDER BY k") == [(k, 2 * k + 1) for k in range(10)]
 
 
-@pytest.mark.parametrize("state", ["42501", "0A000", "28000", "55000", "HV000"])
+@pytest.mark.parametrize("state", ["42501", "0A000", "28000", "55000", "HV000", "XX000"])
 def test_a_doubtful_error_of_some_messages_is_their_fault(scene: Scene, state: str) -> None:
     """A grant that one of several tables lacks, a value that is no query: it vanishes with fewer messages."""
     run(scene.consumer(), failing(RAISE.format(state), 3, 4, 7), on_poison="dead-letter")

@@ -271,6 +271,21 @@ def test_what_has_no_sum_is_not_added_to(kind: str, small_batch: int, work: Conn
         writer.write(work, [(1, None)])
 
 
+@pytest.mark.parametrize("kind", ["json", "point", "xml"])
+@pytest.mark.parametrize("count", [1, 3])
+def test_what_has_no_order_has_no_newest(
+    kind: str, count: int, small_batch: int, work: Connection, make_table: MakeTable
+) -> None:
+    table = make_table(f"(id int PRIMARY KEY, v {kind}, n int)")
+    writer = TableWriter(table, mode="upsert", newest_by="v", small_batch=small_batch)
+    with pytest.raises(TableError, match=r"newest_by='v' cannot be: .*operator "):
+        writer.write(work, [(n // 2, None, n) for n in range(count)])
+    work.rollback()
+    both = TableWriter(table, mode="upsert", newest_by="v", add=["n"], small_batch=small_batch)
+    with pytest.raises(TableError, match=r"newest_by='v' cannot be: .*operator "):
+        both.write(work, [(1, None, 1)])
+
+
 @pytest.mark.parametrize("mode", ["append", "upsert"])
 @pytest.mark.parametrize(
     "row", [{"id": "1", "name": "a"}, {"id", "name"}, "ab", b"ab"], ids=lambda row: type(row).__name__
@@ -381,6 +396,38 @@ def test_insert_ignore_keeps_the_first_row_of_a_key(small_batch: int, work: Conn
     assert writer.write(work, [(1, "x"), (1, "y"), (2, "z")]) == 2
     assert writer.write(work, [(1, "later"), (3, "new")]) == 1
     assert rows_of(work, table) == [(1, "x"), (2, "z"), (3, "new")]
+
+
+def test_an_internal_error_of_a_types_reader_is_about_the_row(db: Connection, work: Connection, name: str) -> None:
+    """As hstore's is before Postgres 16, which is not in the embedded server; here that of a domain."""
+    db.execute(f"""
+        CREATE FUNCTION {name}_f(v text) RETURNS bool LANGUAGE plpgsql AS $$
+            BEGIN IF v = 'b=>' THEN RAISE 'Unexpected end of string' USING ERRCODE = 'XX000'; END IF; RETURN true;
+            END $$;
+        CREATE DOMAIN {name}_d AS text CHECK ({name}_f(VALUE));
+        CREATE TABLE {name} (id int, v {name}_d)""")
+    try:
+        with pytest.raises(BadRow, match="row 1: column v: Unexpected end of string"):
+            TableWriter(name).write(work, [(1, "a=>1"), (2, "b=>"), (3, "c=>1")])
+    finally:
+        work.rollback()
+        db.execute(f"DROP TABLE {name}; DROP DOMAIN {name}_d; DROP FUNCTION {name}_f")
+
+
+@pytest.mark.parametrize("given", [None, ["id"]])
+def test_another_primary_key_is_told_where_no_key_was_given(
+    given: Any, db: Connection, work: Connection, make_table: MakeTable, caplog: pytest.LogCaptureFixture
+) -> None:
+    table = make_table("(id int PRIMARY KEY, v int)")
+    db.execute(f"CREATE UNIQUE INDEX ON {table} (id)")
+    writer = TableWriter(table, mode="upsert", key=given)
+    for statement in ("", f"ALTER TABLE {table} DROP CONSTRAINT {table}_pkey, ADD PRIMARY KEY (id, v)"):
+        assert "rows are told apart" not in caplog.text
+        if statement:
+            db.execute(statement)
+        writer.write(work, [(1, 1)])
+        work.commit()
+    assert ("rows are told apart by id, v now, and no more by id;" in caplog.text) == (given is None)
 
 
 def test_insert_ignore_needs_no_key(small_batch: int, work: Connection, make_table: MakeTable) -> None:

@@ -111,9 +111,23 @@ SELECT concat_ws(', ', (
                                 a.attidentity, a.attgenerated,
                                 CASE WHEN a.atthasdef THEN (SELECT d.oid FROM pg_attrdef d
                                                             WHERE d.adrelid = a.attrelid AND d.adnum = a.attnum) END,
-                                -- A domain's; what comes with Postgres has a lower number, and needs no look.
-                                CASE WHEN a.atttypid >= 16384 THEN (SELECT t.typdefault FROM pg_type t
-                                                                    WHERE t.oid = a.atttypid) END),
+                                -- Of a domain, and of composite types at any depth; what comes with Postgres has a
+                                -- lower number, and needs no look.
+                                CASE WHEN a.atttypid >= 16384 THEN (
+                                    WITH RECURSIVE within (oid) AS (
+                                        SELECT a.atttypid
+                                        UNION
+                                        SELECT inner_oid FROM within JOIN pg_type t USING (oid) CROSS JOIN LATERAL (
+                                            SELECT unnest(ARRAY[t.typelem, t.typbasetype])
+                                            UNION ALL
+                                            SELECT atttypid FROM pg_attribute
+                                            WHERE attrelid = nullif(t.typrelid, 0) AND attnum > 0) AS i (inner_oid)
+                                        WHERE inner_oid >= 16384)
+                                    SELECT string_agg(concat_ws(' ', oid, t.typdefault, (
+                                        SELECT string_agg(concat_ws(' ', attname, atttypid, atttypmod), ' '
+                                                          ORDER BY attnum) FROM pg_attribute
+                                        WHERE attrelid = nullif(t.typrelid, 0) AND attnum > 0)), ' ' ORDER BY oid)
+                                    FROM within JOIN pg_type t USING (oid)) END),
                       ', ' ORDER BY a.attnum)
     FROM pg_attribute a WHERE a.attrelid = c.oid AND a.attnum > 0 AND NOT a.attisdropped),
     c.relpersistence, c.relhassubclass,
