@@ -77,10 +77,9 @@ def fit(frame: DataFrame, table: Table, options: Options, key: Sequence[str] = (
         places = [f"CAST({_quoted(name)} AS {kind}) AS {place}" for name, kind, place in kinds]
     nested: dict[str, SparkColumn] = {}
     for name in [name for name, form in forms.items() if form == "json"]:
-        # Text with all that it holds; a number that JSON lacks fails the batch.
+        # Text with all that it holds. Of a number that JSON lacks Spark would make text: Postgres is to refuse the row.
         text, odd = F.to_json(F.col(_quoted(name)), _JSON_FORM), _not_a_number(_quoted(name), fields[name].dataType)
-        said = f"column {name!r}: JSON has no NaN and no infinity; write null in the frame, or leave the row out"
-        refused = F.raise_error(F.lit(said))
+        refused = F.concat(F.lit("NaN, or an infinity, in "), text)
         nested[name] = F.when(F.expr(odd), refused).otherwise(text) if odd else text
     # As SQL, in one call: each function of pyspark is several round trips to Java, in every batch.
     written = [

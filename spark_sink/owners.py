@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 from uuid import UUID
@@ -73,7 +73,16 @@ class Owners:
         :raises OwnedByConsumer: when a plain consumer has not released one.
         :raises Fenced: when somebody has taken one from this run.
         :raises LedgerBehindCheckpoint: when the ledger does not know what the checkpoint has read.
+        :raises TopicRecreated: when a topic has another id than the ledger.
         """
+        if self.starter is not None and (known := [h for r in ranges if (h := self.held.get(r.partition)) is not None]):
+            # Spark goes on at the old offset, and misses what is below it in the new topic.
+            unknown = self.starter.describe({each.partition.topic for each in known})
+            for each in known:
+                if each.partition.topic not in unknown:
+                    with _naming_checkpoint():
+                        found = self.starter.topics[each.partition.topic]
+                        self.starter.recheck(each.partition, each.topic_id, found)
         if new := {r.partition: r for r in ranges if r.partition not in self.held}:
             group = self._group
             existing, ever_existed = self._ledger.known({p.topic for p in new})
@@ -98,7 +107,8 @@ class Owners:
                 for row in rows:  # before any of them is started
                     _refuse_halted(self._ledger, row)
                 if self.starter is not None:
-                    rows = [_identified(self.starter, row) for row in rows]
+                    with _naming_checkpoint():
+                        rows = [self.starter.identified(row) for row in rows]
                 # Spark chose where to start; it is written down before the first row is, and for whoever comes after.
                 fresh = [replace(row, next_offset=new[row.partition].first) for row in rows if row.next_offset is None]
                 if fresh and self._ledger.start(fresh) != {row.partition for row in fresh}:
@@ -129,9 +139,10 @@ class Owners:
                 raise gone_back(partition, written[partition], end, self._group)
         if returned and self.starter is not None:
             self.starter.require(list(returned))
-            for row in self._ledger.read(sorted(returned)):
-                if row.topic_id is not None:
-                    _identified(self.starter, row)
+            with _naming_checkpoint():
+                for row in self._ledger.read(sorted(returned)):
+                    if row.topic_id is not None:
+                        self.starter.identified(row)
         elif returned:
             logger.warning(
                 "Spark comes back to %s, which the batch before this one lacks, and brings what the ledger of %s "
@@ -217,9 +228,10 @@ class Owners:
         self.held[row.partition] = grant_of(row.partition, row.owner_token, row.owner_epoch, row.topic_id)
 
 
-def _identified(starter: StartOffsets, row: Row) -> Row:
+@contextlib.contextmanager
+def _naming_checkpoint() -> Iterator[None]:
     try:
-        return starter.identified(row)
+        yield
     except TopicRecreated as error:
         raise TopicRecreated(f"{error}; then start with a new checkpoint") from None
 

@@ -24,7 +24,7 @@ from spark_sink.owners import Owners
 from spark_sink.ranges import Range, remaining
 from tests.conftest import MakeConsumer
 from tests.spark.attempts import Place
-from tests.support.topics import create_topic, produce
+from tests.support.topics import create_topic, delete_topic, produce
 
 
 @pytest.fixture
@@ -188,6 +188,20 @@ def test_with_a_cluster_the_ids_are_stored_and_another_topic_of_that_name_is_ref
         "SELECT count(owner_token) FROM exactly_once.ledger WHERE group_id = %s", (place.name,)
     ).fetchone()
     assert still_owned == (0,), "what could not be started was given back"
+
+
+def test_a_topic_that_is_made_again_while_a_run_has_it_is_refused_by_its_next_batch(
+    place: Place, bootstrap_servers: str, topic: str
+) -> None:
+    ledger, cluster = place.owners()._ledger, Cluster({"bootstrap.servers": bootstrap_servers})
+    owners = Owners(ledger, starter=StartOffsets(ledger, cluster, start=None, on_out_of_range="fail"))
+    owners.take(place.ranges(5, 5), batch_id=0)
+    assert next_offsets(owners, place.ranges(5, 5), batch_id=1) == [0, 0]
+    delete_topic(bootstrap_servers, topic)
+    assert next_offsets(owners, place.ranges(5, 5), batch_id=2) == [0, 0], "what was read before is written"
+    create_topic(bootstrap_servers, 2, name=topic)
+    with pytest.raises(TopicRecreated, match=r"adopt .*; then start with a new checkpoint"):
+        owners.take(place.ranges(5, 5), batch_id=3)
 
 
 def test_a_broker_that_has_just_started_is_waited_for(
