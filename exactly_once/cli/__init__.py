@@ -40,7 +40,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code; argparse itself exits with 2 on a wrong command line."""
     given = sys.argv[1:] if argv is None else list(argv)
     # A stream that was closed before we began is None, and its number would be that of the next file.
-    if sys.stdout is None or sys.stderr is None:
+    is_closed = sys.stdout is None
+    if is_closed or sys.stderr is None:
         sys.stdout, sys.stderr = (stream or open(os.devnull, "w") for stream in (sys.stdout, sys.stderr))  # noqa: PTH123, SIM115
     # What the terminal's encoding lacks is escaped, as on stderr: what was done must not end as an error.
     if isinstance(sys.stdout, io.TextIOWrapper):
@@ -70,6 +71,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         code = int(_module(args.command).run(args))
         # Here and not at exit, where a reader that has left could no longer be told from another problem.
         sys.stdout.flush()
+        if is_closed and (done := getattr(args, "done", None)):
+            return _fail(f"stdout is closed: the result is not written, but {done}")
         return code
     except BrokenPipeError:
         # Whoever read our output has left.

@@ -67,6 +67,10 @@ def run(args: argparse.Namespace) -> int:
     identity = [f"topic id {topic_ids} -> {chosen.topic_id}", f"cluster  {cluster_ids} -> {chosen.cluster_id}"]
     if own:
         identity.append(f"left alone, as they belong to these already: partitions {', '.join(map(str, sorted(own)))}")
+    if args.target.kind != "current":
+        identity.append(
+            "what was applied of the new topic before it was noticed comes again if it is behind the offset"
+        )
     plan.show(chosen, args, identity)
     return 0
 

@@ -39,6 +39,10 @@ _HINTS = {
         "a statement waited too long, mostly for a lock of another session (pg_blocking_pids names it), for the "
         "statement_timeout of the role or database: try again, or ALTER ROLE ... SET statement_timeout"
     ),
+    "IdleInTransactionSessionTimeout": (
+        "the idle_in_transaction_session_timeout of the role or database is shorter than one message takes: ALTER ROLE "
+        "... SET idle_in_transaction_session_timeout"
+    ),
     "ReadOnlySqlTransaction": (
         "the server is a standby, or default_transaction_read_only is on: name the primary, or add "
         "target_session_attrs=read-write to the connection string, which finds it among several"

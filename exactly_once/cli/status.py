@@ -35,7 +35,8 @@ table grow: dead rows, and who holds the oldest snapshot, for which they must st
 pg_read_all_stats). In a terminal, long names are shortened in the middle."""
 _CHECK = """\
 print what needs an operator, one line each, and exit with 1 if anything does: a halted partition, an offset outside
-the log, a topic that is gone or was made again, a group without rows; and what is above --max-..."""
+the log, a topic that is gone or was made again, a group without rows, a partition that no worker could start; and what
+is above --max-..."""
 _HEADER = ("PARTITION", "NEXT OFFSET", "LOG END", "LAG", "OWNER", "ADVANCED")
 _OWNER, _PARTITION = _HEADER.index("OWNER"), _HEADER.index("PARTITION")
 _QUERY_HEADER = ("GROUP", "SPARK QUERY", "RUN", "BATCH", "ROWS", "DROPPED", "WRITTEN", "COUNTED")
@@ -388,6 +389,8 @@ def beside_logs(
             problem = f"beyond the log end {log.end}; choose where to go on: {_reset(row, schema)}"
         elif row in lost:
             problem = deleted(row, schema)
+        elif row.next_offset is None and not row.owned and log.start < log.end and (row.group_id, row.place) in known:
+            problem = "has messages and no offset, and nobody who starts it: the log of the worker that tried says why"
         lines.append(Line(row, log, problem))
     return sorted(lines, key=_order)
 

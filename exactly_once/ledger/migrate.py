@@ -102,7 +102,12 @@ def _refuse_too_new(connection: Connection, schema: str, found: tuple[int, int])
 
 def _installed(connection: Connection, schema: str) -> tuple[int, int] | None:
     """Return version and oldest reader, or None when the schema was never made."""
-    (is_there,) = last_row(execute(connection, schema, "has_schema", schema=schema))
+    is_there, made_as = last_row(execute(connection, schema, "has_schema", schema=schema))
+    if made_as not in (None, quoted := schema.replace('"', '""')):
+        raise ConfigurationError(
+            f"schema {schema!r} in {address(connection)} was made as {made_as!r}, and its functions work there: "
+            f'ALTER SCHEMA "{quoted}" RENAME TO "{made_as}", or make another one by: {command("migrate", None, schema)}'
+        )
     return execute(connection, schema, "version").fetchone() if is_there else None
 
 
@@ -114,3 +119,5 @@ def check_schema_name(schema: str) -> None:
     # 63 bytes is Postgres' limit, as it is built everywhere; it cuts longer names, with a notice that nobody reads.
     if not schema or len(schema.encode()) > 63 or "\0" in schema or "%" in schema or schema.count("$") > 1:
         raise ConfigurationError(f"schema={schema!r} is not the name of a schema (1 to 63 bytes, no %, at most one $)")
+    if schema == "information_schema" or schema.startswith("pg_"):
+        raise ConfigurationError(f"schema={schema!r} is one of Postgres' own; give another name")

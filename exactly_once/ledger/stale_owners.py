@@ -190,7 +190,8 @@ class StaleBackendTerminator:
             execute(connection, self._schema, "look_anew")
         found = execute(connection, self._schema, "blockers", schema=self._schema, pid=watched.pid).fetchall()
         ended: dict[int, str] = {}
-        if all(is_readable for *_, is_readable in found):  # or the look at the ledger would wait as well
+        # Where nobody blocks it any more, the ledger may still be in the making.
+        if found and all(is_readable for *_, is_readable in found):  # or the look at the ledger would wait as well
             cursor = execute(
                 connection,
                 self._schema,

@@ -65,9 +65,11 @@ class SnapshotFile:
                 file.flush()
                 os.fsync(file.fileno())
             Path(name).replace(self._path)
-        except BaseException:
+        except BaseException as error:
             with contextlib.suppress(FileNotFoundError):
                 Path(name).unlink()
+            if isinstance(error, OSError) and error.errno is not None and error.filename is None:
+                error.filename = name  # a full disk does not say where it is
             raise
         directory = os.open(self._path.parent, os.O_RDONLY)
         try:

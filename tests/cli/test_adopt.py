@@ -36,6 +36,7 @@ def test_a_recreated_topic_is_read_from_where_the_operator_says(
         read_to_end(make_consumer, recreated)
     before = ledger(db, name)
     mend = [*suggested(str(refused.value)), "--to-earliest"]
+    assert "what was applied of the new topic before it was noticed comes again" in operate(*mend).out
     shown = operate(*mend, "--json")
     assert shown.code == 0
     # The third partition got no row: it looks as if it had been added, and belongs to the new topic.

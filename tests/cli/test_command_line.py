@@ -147,6 +147,16 @@ def test_a_closed_or_full_output_is_no_defect(words: list[str]) -> None:
         assert (closed.returncode, closed.stderr) == (0, "")
 
 
+def test_what_was_done_behind_a_closed_output_is_told_on_stderr(conninfo: str) -> None:
+    command = shlex.join([sys.executable, "-m", "exactly_once", "migrate", "--conninfo", conninfo])
+    done = subprocess.run(["bash", "-c", f"{command} >&-"], capture_output=True, text=True, timeout=200, check=False)
+    assert done.returncode == 1
+    assert re.fullmatch(
+        r"exactly-once: error: stdout is closed: the result is not written, but nothing to do, version \d+ is there\n",
+        done.stderr,
+    )
+
+
 def test_the_exit_code_is_the_same_where_nobody_reads_the_error() -> None:
     """For `verify` the interpreter's own would be a verdict."""
     read, write = os.pipe()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -15,6 +16,7 @@ import pytest
 from psycopg import sql
 from psycopg.conninfo import make_conninfo
 
+from exactly_once import ConfigurationError
 from exactly_once.ledger import migrate as schemas
 from exactly_once.ledger import stale_owners
 from tests.cli.conftest import Command, holding_until_told
@@ -75,6 +77,26 @@ def test_it_says_what_ran_and_the_second_time_that_nothing_did(
     assert found["version"] == schemas.VERSION
     assert found["schema"] == schema
     schemas.check(admin, schema)
+
+
+@pytest.mark.parametrize("name", ["{}_a", 'o"{}', "{}"])
+def test_a_schema_that_was_renamed_is_refused_with_the_way_back(
+    name: str, command: Command, postgres_conninfo: str, schema: str, admin: Db
+) -> None:
+    renamed = name.format(schema)
+    schemas.migrate(admin, schema if name != "{}" else f'o"{schema}')
+    before = schema if name != "{}" else f'o"{schema}'
+    admin.execute(sql.SQL("ALTER SCHEMA {} RENAME TO {}").format(sql.Identifier(before), sql.Identifier(renamed)))
+    for action in (["migrate"], ["status"], ["dead-letters", "list"]):
+        refused = command(*action, "--conninfo", postgres_conninfo, "--schema", renamed)
+        assert refused.code != 0
+    with pytest.raises(ConfigurationError, match="was made as") as error:
+        schemas.check(admin, renamed)
+    found = re.search(r"ALTER SCHEMA .*(?=, or make)", str(error.value))
+    assert found is not None
+    admin.execute(found[0])
+    schemas.check(admin, before)
+    admin.execute(sql.SQL("DROP SCHEMA {} CASCADE").format(sql.Identifier(before)))
 
 
 def test_eight_processes_at_once_make_one_schema(postgres_conninfo: str, schema: str, role: str, admin: Db) -> None:

@@ -7,12 +7,15 @@ import re
 import signal
 import subprocess
 import sys
+from contextlib import closing
 from typing import Any
 
 import psycopg
 import pytest
+from confluent_kafka import Consumer, TopicPartition
 from psycopg.conninfo import make_conninfo
 
+from exactly_once import NoCommittedOffset
 from exactly_once.cli.output import ago
 from exactly_once.embedded.proxy import PostgresProxy
 from exactly_once.ledger.claims import claim
@@ -170,6 +173,23 @@ def test_a_partition_that_no_worker_has_met_is_shown_and_no_lag_of_its_group_cou
     result = operate("status", "--check", "--max-lag", 1)
     unread = f"group {name}, {consumed}[2]: no worker has started it, and its log holds 2 offsets, above 1"
     assert (result.code, unread in result.out) == (1, True), result.out
+
+
+def test_a_partition_that_no_worker_could_start_is_a_problem(
+    operate: Command, topic: str, name: str, bootstrap_servers: str, make_consumer: MakeConsumer
+) -> None:
+    with closing(Consumer({"bootstrap.servers": bootstrap_servers, "group.id": name})) as old:
+        old.commit(offsets=[TopicPartition(topic, 0, 4)], asynchronous=False)
+    with make_consumer(start="committed") as consumer:
+        consumer.subscribe([topic])
+        with pytest.raises(NoCommittedOffset):
+            next(iter(consumer))
+    checked = operate("status", "--check", "--bootstrap-servers", bootstrap_servers)
+    assert checked.code == 1
+    assert f"group {name}, {topic}[1]: has messages and no offset" in checked.out
+    mended = operate("reset", "--topic", topic, "--partition", "1", "--to-offset", "2", "--execute")
+    assert mended.code == 0
+    assert f"{topic}[1]" not in operate("status", "--check").out
 
 
 def test_a_row_that_was_deleted_is_a_problem(

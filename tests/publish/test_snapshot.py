@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 from pathlib import Path
 from unittest import mock
 
@@ -67,7 +68,8 @@ def test_a_failing_write_leaves_the_last_snapshot_whole(tmp_path: Path) -> None:
     """A mock: there is no portable way to have fsync fail on a real disk."""
     file = SnapshotFile(tmp_path / "snapshot")
     file.save(b"one")
-    with mock.patch("os.fsync", side_effect=OSError("no space")), pytest.raises(OSError, match="no space"):
+    full = OSError(errno.ENOSPC, "no space")
+    with mock.patch("os.fsync", side_effect=full), pytest.raises(OSError, match=f"no space: '{tmp_path}/.snapshot-"):
         file.save(b"two")
     assert file.load() == b"one"
     assert [path.name for path in tmp_path.iterdir()] == ["snapshot"]

@@ -306,6 +306,8 @@ IMPOSSIBLE: list[tuple[str, object, str]] = [
     ("schema", "", "schema='' is not the name of a schema"),
     ("schema", "ü" * 32, "is not the name of a schema"),
     ("schema", "a\0b", "is not the name of a schema"),
+    ("schema", "information_schema", "one of Postgres' own"),
+    ("schema", "pg_toast", "one of Postgres' own"),
     ("max_unit_seconds", 0, "max_unit_seconds=0 must be above 0"),
     ("max_unit_seconds", 300, r"below max\.poll\.interval\.ms \(300 s\)"),
 ]

@@ -486,8 +486,10 @@ SELECT pg_advisory_xact_lock(hashtext('exactly_once.migrate'), hashtext(%(schema
 CREATE SCHEMA IF NOT EXISTS {schema}
 
 -- name: has_schema
--- Tell whether the schema was ever made.
-SELECT to_regclass(format('%%I.version', %(schema)s::text)) IS NOT NULL
+-- Tell whether the schema was ever made, and under which name, which its functions have; quotes stay doubled in it.
+SELECT to_regclass(format('%%I.version', %(schema)s::text)) IS NOT NULL,
+       (SELECT substring(prosrc FROM ' "((?:[^"]|"")+)"[.]ledger ') FROM pg_proc
+        WHERE proname = 'rotate' AND pronamespace = to_regnamespace(format('%%I', %(schema)s::text)))
 
 -- name: version
 -- Which schema is there, and the oldest release line that may still work with it.
