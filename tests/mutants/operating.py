@@ -523,4 +523,34 @@ OPERATING = (
             "            with contextlib.nullcontext():\n",
         ),
     ),
+    *each(
+        "exactly_once/cli/status.py",
+        ("tests/cli/test_status.py::test_a_partition_that_no_worker_could_start_is_a_problem",),
+        (
+            "never-started",
+            "a check is passed by a partition that no worker can start",
+            "elif row.next_offset is None and not row.owned and log.start < log.end and",
+            "elif False and",
+        ),
+    ),
+    *each(
+        "exactly_once/ledger/migrate.py",
+        ("tests/cli/test_migrate.py::test_a_schema_that_was_renamed_is_refused_with_the_way_back",),
+        (
+            "renamed-schema",
+            "in a schema that was renamed functions work on another one, and nobody hears of it",
+            "if made_as not in (None, quoted := ",
+            "if made_as not in (None, made_as, quoted := ",
+        ),
+    ),
+    *each(
+        "exactly_once/cli/__init__.py",
+        ("tests/cli/test_command_line.py::test_what_was_done_behind_a_closed_output_is_told_on_stderr",),
+        (
+            "closed-output",
+            "a result that nobody could read ends as if it were written",
+            'if is_closed and (done := getattr(args, "done", None)):',
+            "if (done := None):",
+        ),
+    ),
 )
