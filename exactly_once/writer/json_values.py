@@ -206,7 +206,9 @@ def _epoch(column: Column, raw: bytes) -> str:
         number = Decimal(raw.decode())
         for unit, size in _UNITS.items():
             if _FROM / size <= number < _TO / size:
-                return f'epoch = {{ {column.name} = "{unit}" }} takes a number, of which this one is from 1990 to 2100'
+                takes = f'epoch = {{ {column.name} = "{unit}" }} takes a number, of which this one is from 1990 to 2100'
+                is_day = base_name(column) != "date" or number * size % _DAY == 0
+                return takes if is_day else f"{takes}, and in a day: {_alter(column, 'timestamptz')}"
     return f"epoch = {{ {column.name} = UNIT }} takes a number, with {', '.join(_UNITS)} for UNIT"
 
 

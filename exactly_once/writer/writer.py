@@ -146,7 +146,8 @@ class TableWriter:
                 before, self._conflict = self._conflict.key, self._conflict_in(table)
                 if before and before != self._conflict.key:
                     logger.warning(
-                        "%s has another primary key: rows are told apart by %s now, and no more by %s; key= keeps one",
+                        "the primary key of %s was altered: rows are told apart by %s now, and no more by %s; key= "
+                        "keeps one",
                         table,
                         ", ".join(self._conflict.key) or "any constraint",
                         ", ".join(before),

@@ -441,6 +441,8 @@ ADVICE: list[tuple[str, str, str]] = [
     ("timestamp", "1e999999999", "epoch = { v = UNIT }"),
     ("time", "1686089970", "epoch = { v = UNIT }"),
     ("date", "19782", 'epoch = { v = "days" }'),
+    ("date", "1686089970", "and in a day: ALTER TABLE ... ALTER COLUMN v TYPE timestamptz"),
+    ("date", "1686009600", 'epoch = { v = "s" }'),
     ("date", "2024", "epoch = { v = UNIT } takes a number, with s, ms, us, ns, days for UNIT"),
     ("numeric(10,2)", '"tmn9Lg=="', "decimal = { v = 2 } takes base64"),
     ("timestamptz", '"2026-01-02T03:04:05"', 'naive_timestamps="utc"'),
@@ -550,6 +552,25 @@ def test_what_was_altered_about_a_type_is_known_in_the_next_batch(
         db.execute(f"ALTER TYPE dot {statement}")
     sink.write(work, messages({"id": 2, "v": values[1]}))
     assert rows_of(work, table, "id, to_jsonb(v)")[1] == (2, values[1])
+
+
+@pytest.mark.parametrize(
+    ("kind", "around"), [("dot_range", "{}"), ("dot_range[]", "[{}]"), ("dot_ranges", "{}"), ("dot_ranges[]", "[{}]")]
+)
+def test_an_attribute_that_is_added_to_the_bounds_of_a_range_is_known(
+    kind: str, around: str, work: Connection, make_table: MakeTable, db: Connection
+) -> None:
+    db.execute("DROP TYPE IF EXISTS dot, dot_range CASCADE; CREATE TYPE dot AS (x int, z int)")
+    db.execute("CREATE TYPE dot_range AS RANGE (subtype = dot, multirange_type_name = dot_ranges)")
+    table = make_table("(id int)")
+    db.execute(f"ALTER TABLE {table} ADD v {kind}")
+    sink = TableSink(table, decoder=JsonDecoder())
+    for number, text in enumerate(['["(1,0)","(2,0)")', '["(1,0,5)","(2,0,0)")']):
+        value = f"{{{text}}}" if "ranges" in kind else text
+        sink.write(work, messages({"id": number, "v": json.loads(around.format(json.dumps(value)))}))
+        work.commit()
+        db.execute("ALTER TYPE dot ADD ATTRIBUTE y int" if number == 0 else "")
+    assert rows_of(work, table, "count(*)") == [(2,)]
 
 
 def test_attributes_that_exchange_their_names_exchange_their_places(

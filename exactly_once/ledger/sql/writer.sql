@@ -111,14 +111,18 @@ SELECT concat_ws(', ', (
                                 a.attidentity, a.attgenerated,
                                 CASE WHEN a.atthasdef THEN (SELECT d.oid FROM pg_attrdef d
                                                             WHERE d.adrelid = a.attrelid AND d.adnum = a.attnum) END,
-                                -- Of a domain, and of composite types at any depth; what comes with Postgres has a
-                                -- lower number, and needs no look.
+                                -- Of a domain, and of composite types at any depth, also in ranges; what comes with
+                                -- Postgres has a lower number, and needs no look.
                                 CASE WHEN a.atttypid >= 16384 THEN (
                                     WITH RECURSIVE within (oid) AS (
                                         SELECT a.atttypid
                                         UNION
                                         SELECT inner_oid FROM within JOIN pg_type t USING (oid) CROSS JOIN LATERAL (
                                             SELECT unnest(ARRAY[t.typelem, t.typbasetype])
+                                            UNION ALL
+                                            SELECT CASE rngtypid WHEN t.oid THEN rngsubtype ELSE rngtypid END
+                                            FROM pg_range r
+                                            WHERE t.oid IN (rngtypid, (to_jsonb(r) ->> 'rngmultitypid')::oid)
                                             UNION ALL
                                             SELECT atttypid FROM pg_attribute
                                             WHERE attrelid = nullif(t.typrelid, 0) AND attnum > 0) AS i (inner_oid)
