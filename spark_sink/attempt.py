@@ -11,7 +11,6 @@ the same iterator; in several, what an attempt commits is a prefix of each parti
 from __future__ import annotations
 
 import base64
-import contextlib
 import itertools
 import json
 import logging
@@ -432,12 +431,16 @@ def _in_json(value: Any, column: Column | None) -> str:
             found = str(UUID(bytes=found))
         else:
             found = found.decode(errors="surrogateescape")
+    text = json.dumps(found, default=str)
     if kind in ("json", "jsonb") and isinstance(found, str):
-        # JSON within the row, not text that holds it; what is no JSON, which int() says of NaN, stays text.
-        with contextlib.suppress(ValueError, RecursionError):
+        # JSON within the row, not text that holds it. What is no JSON, which int() says of NaN, makes none of the row,
+        # so that it is refused again: as text it would be stored.
+        try:
             json.loads(found.encode(), parse_constant=int, parse_int=str, parse_float=str)
-            return found
-    return json.dumps(found, default=str)
+        except (ValueError, RecursionError):
+            return f"no JSON: {text}"
+        return found
+    return text
 
 
 def to_one_task(frame: DataFrame, *, order: Sequence[str]) -> DataFrame:

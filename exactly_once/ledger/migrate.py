@@ -106,7 +106,7 @@ def _installed(connection: Connection, schema: str) -> tuple[int, int] | None:
     if made_as not in (None, quoted := schema.replace('"', '""')):
         raise ConfigurationError(
             f"schema {schema!r} in {address(connection)} was made as {made_as!r}, and its functions work there: "
-            f'ALTER SCHEMA "{quoted}" RENAME TO "{made_as}", or make another one by: {command("migrate", None, schema)}'
+            f'ALTER SCHEMA "{quoted}" RENAME TO "{made_as}"'
         )
     return execute(connection, schema, "version").fetchone() if is_there else None
 

@@ -92,7 +92,7 @@ def test_a_schema_that_was_renamed_is_refused_with_the_way_back(
         assert refused.code != 0
     with pytest.raises(ConfigurationError, match="was made as") as error:
         schemas.check(admin, renamed)
-    found = re.search(r"ALTER SCHEMA .*(?=, or make)", str(error.value))
+    found = re.search(r"ALTER SCHEMA .*$", str(error.value))
     assert found is not None
     admin.execute(found[0])
     schemas.check(admin, before)

@@ -673,6 +673,22 @@ SPARK = (
         ),
     ),
     *each(
+        "spark_sink/attempt.py",
+        ("tests/spark/test_bad_rows.py::test_what_is_no_json_is_refused_again_when_it_is_replayed",),
+        (
+            "no-json-as-text",
+            "a dead letter's text that is no JSON is stored as a JSON string when it is replayed",
+            'return f"no JSON: {text}"',
+            "return text",
+        ),
+        (
+            "no-json-as-it-is",
+            "a dead letter's text that is no JSON brings fields of its own when it is replayed",
+            'return f"no JSON: {text}"',
+            "return found",
+        ),
+    ),
+    *each(
         "spark_sink/frame.py",
         ("tests/spark/test_frame.py::test_what_goes_into_json_keeps_all_that_it_holds",),
         (

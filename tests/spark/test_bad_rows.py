@@ -288,6 +288,20 @@ def test_a_row_that_is_replayed_by_the_sink_is_the_row_that_was_set_aside(
     assert len(db.execute(f"SELECT DISTINCT q::text FROM {place.name}").fetchall()) == 1
 
 
+@pytest.mark.parametrize("text", ["NaN, or an infinity, in {}", "{bad", '1, "offset": 5', "NaN", ""])
+def test_what_is_no_json_is_refused_again_when_it_is_replayed(
+    place: Place, db: psycopg.Connection[Any], text: str
+) -> None:
+    """In the row as text it would be stored, and by itself it might be another row."""
+    attempt_with(place, db, "q jsonb", pa.array(["{}", text, "1"]), on_bad_row="dead-letter")
+    (letter,) = letters(db, place.name)
+    assert json.dumps(text).encode() in (letter.value or b"")
+    handler = ["--handler", "tests.spark.test_bad_rows:store_again", "--execute"]
+    assert main(["dead-letters", "replay", *handler, "--group-id", place.name, "--conninfo", place.conninfo]) == 1
+    assert place.written() == [(0, 0), (0, 2)]
+    assert [each.value for each in letters(db, place.name)] == [letter.value]
+
+
 def test_without_it_the_batch_fails_and_names_the_row(place: Place, db: psycopg.Connection[Any]) -> None:
     work = place.work(place.owners(), place.ranges(5))
     with pytest.raises(BadRow, match=rf"{place.name}\[0\] offset {BAD}"):
