@@ -503,12 +503,12 @@ def test_a_role_that_a_handler_leaves_behind_is_named(scene: Scene, db: psycopg.
         db.execute(sql.SQL("DROP ROLE {}").format(role))
 
 
-def test_an_internal_error_stops_at_once(scene: Scene) -> None:
+def test_corrupted_data_stops_at_once(scene: Scene) -> None:
     calls: list[int] = []
 
     def handler(unit: Unit) -> None:
         calls.append(len(unit.messages))
-        unit.execute(text(RAISE.format("XX000")))
+        unit.execute(text(RAISE.format("XX001")))
 
     with pytest.raises(psycopg.errors.InternalError_):
         run(scene.consumer(), handler, on_poison="dead-letter")
