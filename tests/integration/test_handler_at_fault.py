@@ -510,7 +510,7 @@ def test_corrupted_data_stops_at_once(scene: Scene) -> None:
         calls.append(len(unit.messages))
         unit.execute(text(RAISE.format("XX001")))
 
-    with pytest.raises(psycopg.errors.InternalError_):
+    with pytest.raises(psycopg.errors.DataCorrupted):
         run(scene.consumer(), handler, on_poison="dead-letter")
     assert len(calls) == 1
 
