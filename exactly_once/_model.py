@@ -37,12 +37,17 @@ class Partition(NamedTuple):
         """Return where a message of the Kafka client is from."""
         return cls(str(message.topic()), message.partition() or 0)
 
+    @classmethod
+    def of_query(cls, query_id: str) -> Partition:
+        """Return the name of the row that has the next batch id of a Spark query in place of an offset."""
+        return cls(f"{QUERY}{query_id}", 0)
+
     def __str__(self) -> str:
         return f"{self.topic}[{self.number}]"
 
     @property
     def counts_batches(self) -> bool:
-        """Whether the row of that name has batch ids of a Spark query in place of offsets."""
+        """Whether it is the row of a query."""
         return self.topic.startswith(QUERY)
 
 

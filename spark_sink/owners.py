@@ -17,8 +17,8 @@ from uuid import UUID
 import psycopg
 
 from exactly_once._log import about
-from exactly_once._model import QUERY, ROTATE_EVERY, Advance, Partition, Row
-from exactly_once.errors import ConfigurationError, Fenced, PartitionHalted, TopicRecreated
+from exactly_once._model import ROTATE_EVERY, Advance, Partition, Row
+from exactly_once.errors import ConfigurationError, Fenced, TopicRecreated
 from exactly_once.ledger.conflict import Conflict, Grant, check
 from exactly_once.ledger.rows import LOCK_SECONDS, Ledger, row_missing
 from exactly_once.ledger.session import Connection, execute, last_row
@@ -37,11 +37,6 @@ IF_MADE_AGAIN = (
     "That is right if they are the same messages. If the topic was deleted and made again they are lost: give "
     "bootstrap_servers= or kafka=, with which topics are told apart"
 )
-
-
-def query_row(query_id: str) -> Partition:
-    """Return the name of the row whose offset is the next batch id of a query."""
-    return Partition(f"{QUERY}{query_id}", 0)
 
 
 def grant_of(partition: Partition, token: UUID, epoch: int, topic_id: str | None) -> Advance:
@@ -78,11 +73,10 @@ class Owners:
         if self.starter is not None and (known := [h for r in ranges if (h := self.held.get(r.partition)) is not None]):
             # Spark goes on at the old offset, and misses what is below it in the new topic.
             unknown = self.starter.describe({each.partition.topic for each in known})
-            for each in known:
-                if each.partition.topic not in unknown:
-                    with _naming_checkpoint():
-                        found = self.starter.topics[each.partition.topic]
-                        self.starter.recheck(each.partition, each.topic_id, found)
+            with _naming_checkpoint():
+                for each in known:
+                    if (topic := each.partition.topic) not in unknown:
+                        self.starter.recheck(each.partition, each.topic_id, self.starter.topics[topic])
         if new := {r.partition: r for r in ranges if r.partition not in self.held}:
             group = self._group
             existing, ever_existed = self._ledger.known({p.topic for p in new})
@@ -105,7 +99,7 @@ class Owners:
             rows = self._ledger.acquire(sorted(new))
             try:
                 for row in rows:  # before any of them is started
-                    _refuse_halted(self._ledger, row)
+                    refuse_halted(group.group_id, group.schema, row)
                 if self.starter is not None:
                     with _naming_checkpoint():
                         rows = [self.starter.identified(row) for row in rows]
@@ -168,7 +162,7 @@ class Owners:
 
         A row that is made begins at ``first``. Where the group has batch ids of other queries, their owners are fenced.
         """
-        row, ledger, group = query_row(query_id), self._ledger.inside(connection), self._group
+        row, ledger, group = Partition.of_query(query_id), self._ledger.inside(connection), self._group
         with watcher.acquiring(pid, [row]):
             ask(connection, group, "register_lock")
             others = [Partition(topic, 0) for (topic,) in ask(connection, group, "spark_others", topic=row.topic)]
@@ -223,7 +217,7 @@ class Owners:
             logger.info("released %s partitions", len(held), extra=about("released", group=ledger.group_id))
 
     def _hold(self, row: Row) -> None:
-        _refuse_halted(self._ledger, row)
+        refuse_halted(self._group.group_id, self._group.schema, row)
         assert row.owner_token is not None
         self.held[row.partition] = grant_of(row.partition, row.owner_token, row.owner_epoch, row.topic_id)
 
@@ -263,7 +257,7 @@ def checked_rows(ledger: Ledger, held: Sequence[Advance]) -> dict[Partition, Row
     for each in held:
         row = rows.get(each.partition)
         if row is not None:
-            _refuse_halted(ledger, row)
+            refuse_halted(group.group_id, group.schema, row)
         verdict = check(row, Grant(each.token, each.epoch), each.expected, each.topic_id)
         if row is None:
             raise row_missing(group.group_id, group.schema, each.partition)
@@ -276,20 +270,6 @@ def checked_rows(ledger: Ledger, held: Sequence[Advance]) -> dict[Partition, Row
                 f"{owner} has taken it since (owner epoch {row.owner_epoch}), so this run must not write any more"
             )
     return rows
-
-
-def _refuse_halted(ledger: Ledger, row: Row) -> None:
-    group = group_of(ledger)
-    if row.halted is None or not row.partition.counts_batches:
-        refuse_halted(group.group_id, group.schema, row)
-        return
-    batch_id = row.next_offset or 0
-    reset = group.command("reset", "--to-batch")
-    raise PartitionHalted(
-        f"{group} is halted behind batch {batch_id - 1}: {row.halted}. Look whether the rows of batch "
-        f"{batch_id} are in the table. If they are there and right: {reset} {batch_id}; if they are not, or "
-        f"once you have taken them out: {reset} {batch_id - 1}"
-    )
 
 
 class Claim(NamedTuple):

@@ -36,7 +36,7 @@ from .errors import RowsOutOfOrder, StageLost
 from .frame import columns_of
 from .offset_log import NotKafka, OffsetLog, on_disk
 from .options import Options
-from .owners import Owners, ask, claim, grant_of, query_row, tell_odd
+from .owners import Owners, ask, claim, grant_of, tell_odd
 from .ranges import NO_PLACE, PLACES, ObservedRange, Range, looked_through, one_batch, refuse_older, remaining, spans
 from .stream_query import refuse_kept_rows
 
@@ -132,7 +132,7 @@ def register(options: Options, batch: RunBatch) -> None:
             closing(options.session(batch.run_id)) as session,
             closing(options.watcher(session, batch.run_id)) as watcher,
         ):
-            ledger, row = options.ledger_in(session, batch.query_id), query_row(batch.query_id)
+            ledger, row = options.ledger_in(session, batch.query_id), Partition.of_query(batch.query_id)
             owners = Owners(ledger, starter=None, counts=options.ledger == "batch-id")
             try:
                 with session.ledger_transaction(lock_timeout_seconds=LOCK_SECONDS) as (connection, pid):
@@ -198,7 +198,7 @@ class StagedCommit:
         self._options = attempt.work.options
         self._batch = batch
         self._owners = owners
-        self._query = query_row(batch.query_id)
+        self._query = Partition.of_query(batch.query_id)
         # What this query is called in the database; a batch job by its own name, as it has no checkpoint.
         job_id = self._options.job_id
         self._name = batch.query_id if job_id is None else f"job {job_id}"

@@ -40,7 +40,7 @@ from .errors import FrameError, LedgerBehindCheckpoint, RowsOutOfOrder
 from .frame import combine, fit, has_places, match
 from .offset_log import GIVE, Failure, OffsetLog, reader
 from .options import Options
-from .owners import IF_MADE_AGAIN, Claim, Owners, ask, claim, query_row, tell_odd
+from .owners import IF_MADE_AGAIN, Claim, Owners, ask, claim, tell_odd
 from .ranges import KEPT, OFFSET, Range, not_written, one_batch, over_skipped, refuse_older, remaining
 from .report import BatchReport
 from .stream_query import StreamQuery, refuse_kept_rows
@@ -149,7 +149,7 @@ class Run:
         ``is_counted`` is of a call that was refused behind one that has written the batch.
         """
         try:
-            ends: Mapping[Partition, int] = {query_row(self.query_id): batch_id + 1}
+            ends: Mapping[Partition, int] = {Partition.of_query(self.query_id): batch_id + 1}
             if not self._counts:
                 with suppress(ConfigurationError):  # where that is what failed
                     ends = self._log.ends(batch_id) or {}
@@ -240,7 +240,7 @@ class Run:
 
         :raises LedgerBehindCheckpoint: where an earlier batch is missing.
         """
-        group, group_id, row = self._options.group, self._options.group_id, query_row(self.query_id)
+        group, group_id, row = self._options.group, self._options.group_id, Partition.of_query(self.query_id)
         mark, known = self._log.mark(group_id), self._known
         ranges = one_batch(row, batch_id) if self._counts else self._log.ranges(batch_id)
         written = mark.offsets
@@ -320,7 +320,7 @@ class Run:
             )
             self._known = known._replace(is_known_query=True)  # said once
         if not todo:
-            return self._leave_out(frame, ranges, batch_id, next_offsets.get(query_row(self.query_id), 0))
+            return self._leave_out(frame, ranges, batch_id, next_offsets.get(Partition.of_query(self.query_id), 0))
         work = Work(
             options=self._sent,
             batch_id=batch_id,

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from exactly_once._model import Partition
-from exactly_once.ledger.commands import reset_command
+from exactly_once.ledger.commands import after_halt
 
 from . import options, output
 from .plan import changed
@@ -63,8 +63,7 @@ def run(args: argparse.Namespace) -> int:
         if halted := next((row for row in rows if row.halted), None):
             raise CommandError(
                 f"{halted.place} is halted at offset {halted.next_offset} ({halted.halted}): nobody may take it over "
-                "before somebody has looked. Decide which offset is right, then: "
-                f"{reset_command(group_id, session.schema, halted.place)}"
+                f"before somebody has looked. {after_halt(group_id, session.schema, halted.place, halted.next_offset)}"
             )
         cluster = open_cluster(settings) if settings.bootstrap_servers else None
         if cluster is not None:

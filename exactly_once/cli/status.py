@@ -17,7 +17,7 @@ from psycopg.rows import dict_row
 
 from exactly_once._model import Partition
 from exactly_once.errors import BrokerUnreachable, DatabaseUnreachable
-from exactly_once.ledger.commands import command, reset_command
+from exactly_once.ledger.commands import after_halt, command, reset_command
 from exactly_once.ledger.session import Session, cursor_on
 from exactly_once.ledger.sql import query
 
@@ -67,9 +67,10 @@ class Line:
             return None
         return self.log.end - self.stored.next_offset
 
-    @property
-    def complaint(self) -> str | None:
-        halted = f"halted: {self.stored.halted}" if self.stored.halted else None
+    def complaint(self, schema: str) -> str | None:
+        """Say what is wrong, and what mends it."""
+        row = self.stored
+        halted = row.halted and f"halted: {row.halted}. {after_halt(row.group_id, schema, row.place, row.next_offset)}"
         return "; ".join(filter(None, (halted, self.problem))) or None
 
 
@@ -136,12 +137,15 @@ class Report:
 
     @property
     def halted_queries(self) -> list[str]:
-        """Which Spark queries that count batches are halted, and why."""
-        return [
-            f"group {each['group_id']}, Spark query {each['query_id']} halted: {each['halted']}"
-            for each in self.queries
-            if each["halted"]
-        ]
+        """Which Spark queries that count batches are halted, why, and what mends it."""
+        found = []
+        for each in self.queries:
+            if each["halted"]:
+                group_id, query_id, counted = each["group_id"], each["query_id"], each["counted_batch_id"]
+                next_batch = 0 if counted is None else counted + 1
+                mend = after_halt(group_id, self.schema, Partition.of_query(query_id), next_batch)
+                found.append(f"group {group_id}, Spark query {query_id} halted: {each['halted']}. {mend}")
+        return found
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -261,14 +265,14 @@ def _print(report: Report) -> None:
             if row.owned:
                 owner = row.owner_name or (row.owner_instance or "")[:_SHORT_ID]
                 owner += " (Spark)" if row.owner_kind == "spark" else ""
-            place = f"{'! ' if line.complaint else ''}{row.place}"
+            place = f"{'! ' if line.complaint(report.schema) else ''}{row.place}"
             end = line.log.end if line.log else None
             cells.append([place, row.next_offset, end, line.lag, owner, output.ago(row.advanced_seconds_ago)])
         if cells:
             output.print_table(_HEADER, cells, give=(_OWNER, _PARTITION))
         for line in group.lines:
-            if line.complaint:
-                output.print_lines(f"{line.stored.place} {line.complaint}", indent="! ")
+            if complaint := line.complaint(report.schema):
+                output.print_lines(f"{line.stored.place} {complaint}", indent="! ")
         if group.claims is not None:
             output.print_lines(_claims_text(group.claims))
     if report.queries:
@@ -305,8 +309,8 @@ def _troubles(report: Report, args: argparse.Namespace) -> list[str]:
     for group in report.groups:
         for line in group.lines:
             place = f"group {group.group_id}, {line.stored.place}"
-            if line.complaint:
-                found.append(f"{place}: {line.complaint}")
+            if complaint := line.complaint(report.schema):
+                found.append(f"{place}: {complaint}")
             if (line.lag or 0) > max_lag:
                 found.append(f"{place}: lag {line.lag} is above {max_lag}")
             elif line.stored.next_offset is None and line.log and line.log.end - line.log.start > max_lag:

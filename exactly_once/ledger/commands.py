@@ -25,6 +25,18 @@ def reset_command(group_id: str, schema: str, partition: Partition) -> str:
     return command("reset", group_id, schema, *where, "--to-offset", "N")
 
 
+def after_halt(group_id: str, schema: str, partition: Partition, next_offset: int | None) -> str:
+    """Say how an operator lets a halted row go on: the effects of what was read last may be there, or not."""
+    if not partition.counts_batches:
+        return f"Decide which offset is right, then: {reset_command(group_id, schema, partition)}"
+    batch_id = next_offset or 0
+    reset = command("reset", group_id, schema, "--topic", partition.topic, "--to-batch")
+    return (
+        f"Look whether the rows of batch {batch_id} are in the table. If they are there and right: {reset} {batch_id}; "
+        f"if they are not, or once you have taken them out: {reset} {batch_id - 1}"
+    )
+
+
 def grants_hint(schema: str) -> str:
     """Say what gives a role the grants that it lacks; with the schema in any case, as its reader may have several."""
     found = shlex.join(["exactly-once", "migrate", "--schema", schema, "--role", "NAME"])

@@ -14,7 +14,7 @@ from exactly_once._model import Partition, RangePolicy, Row, StartPolicy
 from exactly_once.kafka.admin import Cluster, Topic
 from exactly_once.kafka.origin import Origin, Relation, relate
 
-from .commands import command, reset_command
+from .commands import after_halt, command, reset_command
 from .rows import row_missing
 from .session import address
 from .store import LedgerStore
@@ -382,7 +382,8 @@ def refuse_halted(group_id: str, schema: str, row: Row) -> None:
     :raises PartitionHalted: saying why.
     """
     if row.halted is not None:
+        what = "batch" if row.partition.counts_batches else "offset"
         raise errors.PartitionHalted(
-            f"{row.partition} of group {group_id!r} is halted at offset {row.next_offset}: {row.halted}. "
-            f"Decide which offset is right, then: {reset_command(group_id, schema, row.partition)}"
+            f"{row.partition} of group {group_id!r} is halted at {what} {row.next_offset or 0}: {row.halted}. "
+            f"{after_halt(group_id, schema, row.partition, row.next_offset)}"
         )

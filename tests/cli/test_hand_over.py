@@ -171,9 +171,14 @@ def test_a_query_that_is_halted_is_seen(operate: Command, db: Db, name: str) -> 
         "VALUES (%s, 'query:q', 0, 4, 'why')",
         (name,),
     )
-    assert operate("status").out.endswith(f"\n! group {name}, Spark query q halted: why\n")
+    reset = f"exactly-once reset --group-id {name} --topic query:q --to-batch"
+    halted = (
+        f"group {name}, Spark query q halted: why. Look whether the rows of batch 4 are in the table. If they are "
+        f"there and right: {reset} 4; if they are not, or once you have taken them out: {reset} 3\n"
+    )
+    assert operate("status").out.endswith(f"\n! {halted}")
     checked = operate("status", "--check")
-    assert (checked.code, checked.out) == (1, f"group {name}, Spark query q halted: why\n")
+    assert (checked.code, checked.out) == (1, halted)
 
 
 def test_of_several_queries_one_is_named_to_reset_its_batches(

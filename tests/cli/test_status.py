@@ -242,7 +242,7 @@ def test_a_name_with_control_characters_does_not_move_the_cursor(operate: Comman
 @pytest.fixture
 def crowd(db: Db, name: str) -> str:
     """A group of which everything is said that can be said of one."""
-    topic = "payments-of-the-european-customers"
+    topic = CUSTOMERS
     owner = "22222222-3333-4444-8555-666666666666"
     for partition, named, is_owned, halted in (
         (0, "accounts-7f9c5d6b4-x2k4q", True, None),
@@ -269,6 +269,11 @@ def dead_letter(db: Db, group_id: str, topic: str) -> None:
 
 
 HALT = "the handler committed by itself: effects of offsets 1234 to 1290 are durable, offsets are not"
+CUSTOMERS = "payments-of-the-european-customers"
+MEND = (
+    "Decide which offset is right, then: exactly-once reset --group-id GROUP "
+    f"--topic {CUSTOMERS} --partition 3 --to-offset N"
+)
 PICTURES = {
     80: """\
 group GROUP: 4 partitions, 1 HALTED, 1 dead letter
@@ -278,7 +283,9 @@ payments-of-the-…an-customers[1]   1234567890  -        -    22222222  1.5 h a
 payments-of-the-…an-customers[2]   1234567890  -        -    released  1.5 h ago
 ! payments-of-th…an-customers[3]   1234567890  -        -    released  1.5 h ago
 ! payments-of-the-european-customers[3] halted: the handler committed by itself:
-  effects of offsets 1234 to 1290 are durable, offsets are not
+  effects of offsets 1234 to 1290 are durable, offsets are not. Decide which
+  offset is right, then: exactly-once reset --group-id GROUP --topic
+  payments-of-the-european-customers --partition 3 --to-offset N
 """,
     100: """\
 group GROUP: 4 partitions, 1 HALTED, 1 dead letter
@@ -288,7 +295,8 @@ payments-of-the-european-customers[1]     1234567890  -        -    22222222    
 payments-of-the-european-customers[2]     1234567890  -        -    released               1.5 h ago
 ! payments-of-the-european-customers[3]   1234567890  -        -    released               1.5 h ago
 ! payments-of-the-european-customers[3] halted: the handler committed by itself: effects of offsets
-  1234 to 1290 are durable, offsets are not
+  1234 to 1290 are durable, offsets are not. Decide which offset is right, then: exactly-once reset
+  --group-id GROUP --topic payments-of-the-european-customers --partition 3 --to-offset N
 """,
     160: f"""\
 group GROUP: 4 partitions, 1 HALTED, 1 dead letter
@@ -297,7 +305,8 @@ payments-of-the-european-customers[0]     1234567890  -        -    accounts-7f9
 payments-of-the-european-customers[1]     1234567890  -        -    22222222                  1.5 h ago
 payments-of-the-european-customers[2]     1234567890  -        -    released                  1.5 h ago
 ! payments-of-the-european-customers[3]   1234567890  -        -    released                  1.5 h ago
-! payments-of-the-european-customers[3] halted: {HALT}
+! payments-of-the-european-customers[3] halted: {HALT}. Decide which
+  offset is right, then: exactly-once reset --group-id GROUP --topic {CUSTOMERS} --partition 3 --to-offset N
 """,
 }
 
@@ -340,7 +349,7 @@ def test_spark_queries_fit_the_terminal_too(
 
 def test_a_line_in_a_pipe_is_as_long_as_it_must_be(command: Command, conninfo: str, crowd: str) -> None:
     text = command("status", "--conninfo", conninfo, "--group-id", crowd).out
-    assert text.replace(crowd, "GROUP").rpartition("\nledger: ")[0] == PICTURES[160]
+    assert text.replace(crowd, "GROUP").rpartition("\nledger: ")[0] == re.sub(r"\n  (?=\S)", " ", PICTURES[160])
 
 
 def test_a_check_says_what_needs_an_operator_and_exits_with_1(
@@ -349,7 +358,7 @@ def test_a_check_says_what_needs_an_operator_and_exits_with_1(
     monkeypatch.setenv("COLUMNS", "80")
     where = ("--conninfo", conninfo, "--group-id", crowd)
     result = command("status", "--check", *where)
-    halted = f"group {crowd}, payments-of-the-european-customers[3]: halted: {HALT}"
+    halted = f"group {crowd}, payments-of-the-european-customers[3]: halted: {HALT}. {MEND.replace('GROUP', crowd)}"
     assert (result.code, result.out, result.err) == (1, f"{halted}\n", "")
     many = command("status", "--check", "--max-dead-letters", 0, "--json", *where)
     assert (many.code, many.json["troubles"]) == (1, [halted, f"group {crowd}: 1 dead letter, above 0"])

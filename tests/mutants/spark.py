@@ -302,7 +302,7 @@ SPARK = (
         (
             "row-halted",
             "a row is begun beside one that is halted",
-            "                    _refuse_halted(self._ledger, row)\n",
+            "                    refuse_halted(group.group_id, group.schema, row)\n",
             "                    pass\n",
         ),
         (

@@ -17,7 +17,7 @@ from exactly_once.ledger.session import Session, connector
 from exactly_once.ledger.stale_owners import StaleBackendTerminator
 from spark_sink.attempt import END, Part, Work, write_task
 from spark_sink.options import check_options
-from spark_sink.owners import Owners, query_row
+from spark_sink.owners import Owners
 from spark_sink.ranges import OFFSET, PARTITION, TOPIC, Group, Range
 
 
@@ -131,7 +131,7 @@ class CountingPlace(NamedTuple):
     def work(self, batch_id: int, owners: Owners | None = None, **options: Any) -> Work:
         """What a driver, or a new one, sends to the task that writes a batch."""
         owners = owners or self.driver()
-        row = query_row(self.query_id)
+        row = Partition.of_query(self.query_id)
         owners.find([row])
         chosen = self.place.options(ledger="batch-id", **options)
         return Work(

@@ -18,7 +18,6 @@ from exactly_once.ledger import migrate
 from exactly_once.ledger.commands import DEFAULT_SCHEMA
 from exactly_once.writer import TableError
 from spark_sink import IncompleteInput, LedgerBehindCheckpoint, QueryChanged, RowsOutOfOrder, SinkUnit
-from spark_sink.owners import query_row
 from spark_sink.ranges import Group, Range, refuse_older, remaining
 from tests.spark.attempts import CountingPlace, Place, interrupted, run
 from tests.support.waiting import until
@@ -442,7 +441,7 @@ def test_a_table_that_somebody_has_locked_is_waited_for_and_that_is_logged(
 def test_a_batch_is_new_or_a_replay_of_the_last_or_refused(
     next_batch: int, batch_id: int, fingerprint: str | None, answer: Any
 ) -> None:
-    row = query_row("q")
+    row = Partition.of_query("q")
 
     def judge() -> str:
         if remaining(

@@ -45,7 +45,7 @@ def halted_behind_batch_0(counting: CountingPlace) -> tuple[str, str]:
         write(counting, 1, range(3, 5), in_transaction=lambda unit: unit.execute("COMMIT"))
     with pytest.raises(PartitionHalted) as halted:
         counting.work(1)
-    keep, again = re.findall(r"exactly-once reset --group-id \w+ --to-batch \d+", str(halted.value))
+    keep, again = re.findall(r"exactly-once reset --group-id \w+ --topic query:\S+ --to-batch \d+", str(halted.value))
     return keep, again
 
 

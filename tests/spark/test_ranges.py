@@ -16,7 +16,6 @@ from exactly_once.errors import ConfigurationError, TopicRecreated
 from exactly_once.ledger.commands import DEFAULT_SCHEMA
 from spark_sink import LedgerBehindCheckpoint, RowsOutOfOrder
 from spark_sink.offset_log import Failure, Mark, OffsetLog, _Disk, parse_offsets
-from spark_sink.owners import query_row
 from spark_sink.ranges import Group, Range, looked_through, not_written, one_batch, over_skipped, remaining
 
 P = Partition("orders", 0)
@@ -56,8 +55,9 @@ def test_a_ledger_behind_the_checkpoint_is_told_with_what_mends_it() -> None:
     command = r"20 offsets.*reset --group-id 'the group' --topic orders --partition 0 --to-offset 30"
     with pytest.raises(LedgerBehindCheckpoint, match=command):
         remaining([Range(partition=P, start=30, end=40)], {P: 10}, Group("the group", DEFAULT_SCHEMA))
+    row = Partition.of_query("q")
     with pytest.raises(LedgerBehindCheckpoint, match="reset --group-id 'the group' --to-batch 3"):
-        remaining(one_batch(query_row("q"), 4), {query_row("q"): 2}, Group("the group", DEFAULT_SCHEMA))
+        remaining(one_batch(row, 4), {row: 2}, Group("the group", DEFAULT_SCHEMA))
 
 
 def test_all_partitions_that_are_behind_are_told_at_once() -> None:
@@ -74,7 +74,7 @@ def test_all_partitions_that_are_behind_are_told_at_once() -> None:
 def test_what_mends_a_ledger_of_another_schema_names_it() -> None:
     """Else the command changes the ledger of the default schema, in which the group may be there as well."""
     of = Group("g", "Second")
-    query, words = query_row("q"), "--group-id g --schema Second"
+    query, words = Partition.of_query("q"), "--group-id g --schema Second"
     with pytest.raises(LedgerBehindCheckpoint, match=f"reset {words} --topic orders"):
         remaining([Range(partition=P, start=30, end=40)], {P: 10}, of)
     with pytest.raises(LedgerBehindCheckpoint, match=f"reset {words} --to-batch 3"):
