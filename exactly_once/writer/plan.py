@@ -221,7 +221,8 @@ class Plan:
                     continue
                 try:
                     converted = codec.convert(value)
-                    if isinstance(converted, str) and "\0" in converted:
+                    # Also within a list or record. The driver names nothing, and Postgres not always the column.
+                    if "\0" in (codec.as_text(converted) or ""):
                         raise ValueError(
                             f'text in Postgres holds no NUL; nul = "strip" takes it out of JSON: {cut(value)}'
                         )

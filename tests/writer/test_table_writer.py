@@ -18,6 +18,7 @@ import pytest
 from confluent_kafka import Message
 from psycopg import sql
 from psycopg.pq import TransactionStatus
+from psycopg.types.range import Range
 
 from exactly_once.errors import ConfigurationError
 from exactly_once.ledger.outcome import Fault, classify, sqlstate_of
@@ -686,6 +687,38 @@ def test_bytes_that_are_no_text_are_bad_whatever_the_mode(
     good, bad = ([b"1"], [b'"\xff"']) if kind.endswith("[]") else (b"1", b'"\xff"')
     with pytest.raises(BadRow, match=r"orders\[3\] offset 101: column v: .*utf-8"):
         TableWriter(table, mode=mode, small_batch=small_batch).write(work, [(1, good), (2, bad)], origins=messages(2))
+
+
+@pytest.mark.parametrize(
+    ("kind", "bad"),
+    [
+        *((kind, value) for kind in ("json", "jsonb") for value in (b'"\0"', '"\0"')),
+        *((kind, value) for kind in ("text", "varchar(9)", "name", '"char"') for value in (b"\0", "\0")),
+        ("text[]", ["x", "a\0"]),
+        ("text[]", '{"a\0"}'),
+        ("jsonb[]", ['"x"', b'"\0"']),
+        ("{0}_pair", ("a", "b\0")),
+        ("{0}_pair[]", [("a", "b\0")]),
+        ("{0}_words", "[a\0,b)"),
+        ("{0}_words", Range("a", "b\0")),
+        ("bit(3)", "10\0"),
+        ("date", "2026-01-02\0"),
+        ("interval", "1 day\0"),
+        ("numeric", "1\0"),
+        ("inet", "10.0.0.1\0"),
+    ],
+)
+@pytest.mark.parametrize("mode", ["append", "upsert", "insert-ignore"])
+def test_a_nul_is_bad_whatever_the_mode(
+    mode: Any, kind: str, bad: Any, small_batch: int, name: str, work: Connection, make_table: MakeTable
+) -> None:
+    """The driver itself refuses it within a parameter, and names nothing."""
+    work.execute(f"CREATE TYPE {name}_pair AS (a text, b text)")
+    work.execute(f'CREATE TYPE {name}_words AS RANGE (subtype = text, collation = "C")')
+    work.execute(f"CREATE TABLE {name}_nul (id int PRIMARY KEY, v {kind.format(name)})")
+    writer = TableWriter(f"{name}_nul", mode=mode, small_batch=small_batch)
+    with pytest.raises(BadRow, match=r"orders\[3\] offset 101: column v: "):
+        writer.write(work, [(1, None), (2, bad)], origins=messages(2))
 
 
 @pytest.mark.parametrize("language", ["de_DE.UTF-8", "C"])
