@@ -370,6 +370,11 @@ def _protobuf(text: str, references: list[tuple[str, str]], url: str) -> Read:
             indent=None,
             descriptor_pool=pool,
         )
+        # Of proto2's text that is no UTF-8 it writes how Python shows the bytes, which does not read back the same.
+        if "\"b'" in told or '"b\\"' in told:
+            again = json_format.Parse(told, kind(), descriptor_pool=pool)
+            if again.SerializeToString(deterministic=True) != found.SerializeToString(deterministic=True):
+                raise ValueError("a text in it is not UTF-8")
         return start + str(told).encode() + b"}"
 
     return read
@@ -403,7 +408,10 @@ def _built_in(name: str) -> bytes:
 
 
 def _message_path(data: bytes) -> tuple[tuple[int, ...], bytes]:
-    """Read which message of the file it is: the indexes of the one and those around it, as zigzag numbers."""
+    """Read which message of the file it is: the indexes of the one and those around it, as zigzag numbers.
+
+    :raises ValueError: for a negative one, which would count from the end.
+    """
     numbers: list[int] = []
     position = 0
     while not numbers or len(numbers) <= numbers[0]:
@@ -415,7 +423,9 @@ def _message_path(data: bytes) -> tuple[tuple[int, ...], bytes]:
             shift += 7
             if byte < 0x80:
                 break
-        numbers.append((value >> 1) ^ -(value & 1))
+        if value & 1:
+            raise ValueError("the index of its message is negative")
+        numbers.append(value >> 1)
     return tuple(numbers[1:]) or (0,), data[position:]
 
 

@@ -511,6 +511,38 @@ def test_a_field_that_a_schema_of_protobuf_lacks_is_not_dropped(
         write(db, name, registry, message(framed(number, b"\x02\x02" + unknown)))
 
 
+@pytest.mark.parametrize("text", [b"\xff\xfe", b"'\xff", b'"\xff', b"b'\xff"])
+@pytest.mark.parametrize("place", [b"\x12", b"\x1a"], ids=["one", "of several"])
+def test_a_text_of_proto2_that_is_not_utf_8_is_bad(
+    place: bytes, text: bytes, registry: StandIn, db: Database, name: str
+) -> None:
+    """The format does not check it there; text that only looks like Python's bytes is stored as it is."""
+    from google.protobuf import descriptor_pb2  # noqa: PLC0415
+
+    db.execute(f"CREATE TABLE {name} (id float8, v text, several text[])")
+    file = descriptor_pb2.FileDescriptorProto(name="v.proto", syntax="proto2")
+    made = file.message_type.add(name="V")
+    for index, (field, kind, label) in enumerate((("id", 1, 1), ("v", 9, 1), ("several", 9, 3)), 1):
+        made.field.add(name=field, number=index, type=kind, label=label)
+    number = registry.add("", "PROTOBUF", serialized=file.SerializeToString())
+    nan = b"\x09" + struct.pack("<d", float("nan"))
+    write(db, name, registry, message(framed(number, b"\0" + nan + b"\x12\x05b'\\x'" + b'\x1a\x02b"')))
+    assert rows(db, name, "id::text, v, several") == [("NaN", "b'\\x'", ['b"'])]
+    with pytest.raises(BadRow, match=r"t\[0\] offset 7: .*a text in it is not UTF-8"):
+        write(db, name, registry, message(framed(number, b"\0" + place + bytes([len(text)]) + text)))
+
+
+@pytest.mark.parametrize("path", [b"\x02\x01", b"\x04\x02\x01", b"\x01"])
+def test_an_index_of_protobuf_that_is_negative_is_bad(path: bytes, registry: StandIn, db: Database, name: str) -> None:
+    db.execute(f"CREATE TABLE {name} (id bigint)")
+    file, customer = protobuf_file()
+    refers = registry.add("", "PROTOBUF", serialized=customer.SerializeToString())
+    references = [registry.reference("customer.proto", refers)]
+    number = registry.add("", "PROTOBUF", serialized=file.SerializeToString(), references=references)
+    with pytest.raises(BadRow, match="the index of its message is negative"):
+        write(db, name, registry, message(framed(number, path + b"\x08\x01")))
+
+
 @pytest.mark.parametrize(
     ("value", "said"),
     [
