@@ -212,7 +212,8 @@ class TooManyDeadLetters(HandlerError):
 class NoProgress(ExactlyOnceError):
     """The same messages have failed for too long by what is nobody's fault; the ``__cause__`` is the last error.
 
-    Nothing of them was stored: conflicts that do not end, or a database that is there and refuses.
+    Nothing of them was stored: conflicts that do not end, a database that is there and refuses, or transactions that
+    a unit joined and that their owner has rolled back each time.
     """
 
 

@@ -261,6 +261,7 @@ class CommitProtocol:
         :raises psycopg.Error: when the database cannot be asked now; call again.
         :raises UnitNotFinished: when it waits for the end of somebody else's transaction.
         :raises HandlerCommitted: when the handler had committed by itself.
+        :raises NoProgress: when joined transactions with the same messages were rolled back for too long.
         """
         if self._pending is None:
             return
@@ -297,10 +298,17 @@ class CommitProtocol:
         self._terminator.clear()
         if decision in (Decision.HALT_COMMITTED, Decision.HALT_UNKNOWN):
             self._halt(unit, decision, unclear)
-        elif decision is Decision.RESOLVE:
-            self._resolve(pending)
-        else:
+        elif decision is not Decision.RESOLVE:
             self._give_back(unit)
+        elif self._resolve(pending) is Resolution.ABORTED and unit.work.is_joined:
+            # Nobody has told why: a framework rolls back at an error that the application has swallowed.
+            self._patience.failed(_batch(unit), time.monotonic(), by_statement=False)
+            what = f"the transaction that it joined was rolled back {self._patience.tries} times in a row"
+            if self._patience.tries == TRIES:
+                extra = self._about("joined_rolled_back", several=unit.advances)
+                logger.warning("%r: %s; its messages come again until one commits", unit, what, extra=extra)
+            if self._patience.is_overdue:
+                raise errors.NoProgress(_told(unit, f"{what}, and nothing committed for {PATIENCE_SECONDS:g} s"))
 
     def _committed(self, unit: Unit, *, commit_seconds: float | None = None) -> None:
         with self.ownership.changing():

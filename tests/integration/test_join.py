@@ -20,6 +20,7 @@ from exactly_once import (
     ConfigurationError,
     ExactlyOnceConsumer,
     HandlerCommitted,
+    NoProgress,
     Redelivered,
     TransactionAborted,
     TransactionEnded,
@@ -28,7 +29,9 @@ from exactly_once import (
 )
 from exactly_once.consumer.units import Units
 from exactly_once.embedded import Postgres
+from exactly_once.ledger import outcome
 from exactly_once.ledger.migrate import migrate
+from exactly_once.ledger.outcome import TRIES
 from exactly_once.ledger.rows import Ledger
 from exactly_once.ledger.session import Session, connector
 from exactly_once.ledger.sql import grants
@@ -88,6 +91,26 @@ def test_what_is_rolled_back_comes_again_and_nothing_is_raised(scene: Scene, uni
     assert (unit.attempt, again.attempt) == (1, 2)
     joined(again, own)
     own.commit()
+    finish(units, own)
+    scene.assert_exact()
+
+
+def test_rollbacks_without_an_end_are_told_and_end_the_loop(
+    scene: Scene, units: Units, own: Own, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A framework rolls back at an error that the application has swallowed, and nothing is raised."""
+    attempts = []
+    with pytest.raises(NoProgress, match=rf"rolled back {2 * TRIES} times in a row"):
+        for unit in units:
+            attempts.append(unit.attempt)
+            if len(attempts) == 2 * TRIES:
+                monkeypatch.setattr(outcome, "PATIENCE_SECONDS", 0.0)
+            with own.transaction(force_rollback=True), unit.join(own):
+                record(unit, "test")
+    assert attempts == list(range(1, 2 * TRIES + 1))
+    (told,) = [r for r in caplog.records if getattr(r, "action", "") == "joined_rolled_back"]
+    assert (told.levelname, f"rolled back {TRIES} times" in told.message) == ("WARNING", True)
+    assert scene.applied() == []
     finish(units, own)
     scene.assert_exact()
 
