@@ -143,7 +143,8 @@ def behind(
     return LedgerBehindCheckpoint(
         f"{partition} of {group}: the ledger stands at offset {next_offset}, the query goes on at {known}, so "
         f"{known - (next_offset or 0)} offsets would be lost{more if len(lost) > 1 else ''}. The database was set back "
-        f"(a failover that lost commits, a restore) or the ledger was reset. {way}"
+        "(a failover that lost commits, a restore), the ledger was reset, or this is another server, such as the old "
+        f"primary of a failover: look at that first. {way}"
     )
 
 

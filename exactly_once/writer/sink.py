@@ -175,7 +175,7 @@ class TableSink:
     def _add_columns(self, connection: Connection) -> None:
         """Execute the ALTER TABLE; before anything else locks the table, so that no two workers wait for each other.
 
-        :raises TableError: when the role may not.
+        :raises TableError: when the role may not, or a column can only be added elsewhere.
         :raises TableChanged: when the table takes no such columns, so that the batch comes again without them.
         """
         table = read_table(connection, self.writer.name)
@@ -188,6 +188,10 @@ class TableSink:
                 raise TableChanged(f"{table} is locked, and gets its columns once it is not: {error}") from error
             except psycopg.errors.InsufficientPrivilege as error:
                 raise TableError(f"{table}: only its owner adds columns: {error}") from error
+            except psycopg.errors.WrongObjectType as error:
+                found, names = error.diag.message_primary, ", ".join(self._to_add)
+                where = "the table that it is a partition of, or to the type that it is a table of"
+                raise TableError(f"{table}: {found}; add {names} to {where}, or leave out evolve") from error
             except psycopg.errors.TooManyColumns as error:
                 # No message is at fault: the fields go to the column for the rest, or are counted, as they do
                 # without evolve.

@@ -187,10 +187,13 @@ def read_table(connection: Connection, name: str | sql.Identifier) -> Table:
         raise TableError(f"{text}: array_nulls is off in this session: ALTER ROLE or DATABASE ... SET array_nulls = on")
     if not is_writable:
         raise TableError(f"{text} is not a table; rows can be written to tables, partitioned and foreign ones too")
+    columns = _columns(connection, oid)
+    if all(c.is_generated for c in columns):
+        raise TableError(f"{text} has no column that takes values: ALTER TABLE {text} ADD COLUMN ...")
     keys = cursor.execute(query("keys_of_table", ""), {"oid": oid}, prepare=False).fetchall()
     return Table(
         **found,
-        columns=_columns(connection, oid),
+        columns=columns,
         keys=[tuple(key) for key, _ in keys],
         primary_key=next((tuple(key) for key, is_primary in keys if is_primary), ()),
         shape=read_shape(connection, sql.Identifier(found["schema"], found["name"])),

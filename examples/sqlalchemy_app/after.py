@@ -24,8 +24,8 @@ def store(session: Session, order: dict[str, Any]) -> None:
 
 
 def store_all(unit: Unit) -> None:
-    with session_in(unit) as session:
-        for message in unit.messages:
+    for message in unit.messages:
+        with session_in(unit) as session:  # of its own: what store() rolls back is this message alone
             store(session, json.loads(message.value()))
 
 

@@ -115,6 +115,25 @@ def test_commit_and_rollback_of_the_session_are_savepoints(scene: Scene, shared:
     assert values(shared) == [n for n in range(20) if n != 4]
 
 
+@pytest.mark.parametrize("undo", [Session.rollback, Session.close])
+def test_what_a_session_of_one_message_undoes_is_that_message(
+    undo: Callable[[Session], None], scene: Scene, shared: Shared
+) -> None:
+    def handler(u: Unit) -> None:
+        record(u, "test")
+        for each in u.messages:
+            with shared.session_in(u) as session:
+                add(session, [each])
+                try:
+                    session.flush()
+                except sqlalchemy.exc.IntegrityError:
+                    undo(session)
+
+    run(scene, shared, handler)
+    scene.assert_exact()
+    assert values(shared) == [n for n in range(20) if n != 4]
+
+
 def test_lost_connection_is_replaced_and_the_unit_comes_again(scene: Scene, shared: Shared) -> None:
     lost: list[int] = []
 

@@ -662,14 +662,14 @@ SPARK = (
         (
             "recreated-while-running",
             "of a topic that is made again under a running query the beginning is lost",
-            "if each.partition.topic not in unknown:",
-            "if not each.partition.topic:",
+            "if (topic := each.partition.topic) not in unknown:",
+            "if not (topic := each.partition.topic):",
         ),
         (
             "gone-while-running",
             "rows that were read before their topic was deleted are not written",
-            "if each.partition.topic not in unknown:",
-            "if each.partition.topic:",
+            "if (topic := each.partition.topic) not in unknown:",
+            "if topic := each.partition.topic:",
         ),
     ),
     *each(

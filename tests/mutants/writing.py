@@ -855,6 +855,35 @@ WRITING = (
         ),
     ),
     *each(
+        "exactly_once/writer/registry.py",
+        (
+            "tests/writer/test_registry.py::test_a_text_of_proto2_that_is_not_utf_8_is_bad",
+            "tests/writer/test_registry.py::test_an_index_of_protobuf_that_is_negative_is_bad",
+        ),
+        (
+            "protobuf-text",
+            "a text of proto2 that is not UTF-8 is stored as Python shows its bytes",
+            "if json_format.Parse(told, kind(), descriptor_pool=pool) != found:",
+            "if False:",
+        ),
+        (
+            "protobuf-index",
+            "a negative index takes the last message of a file",
+            "        if value & 1:\n",
+            "        if False:\n",
+        ),
+    ),
+    *each(
+        "exactly_once/writer/plan.py",
+        ("tests/writer/test_table_writer.py::test_a_nul_is_bad_whatever_the_mode",),
+        (
+            "nul-within",
+            "a NUL within an array or JSON, which the driver refuses, is found in no row: nothing goes on",
+            'if "\\0" in (codec.as_text(converted) or ""):',
+            'if isinstance(converted, str) and "\\0" in converted:',
+        ),
+    ),
+    *each(
         "exactly_once/writer/times.py",
         (f"{TYPES}::test_the_text_of_an_interval_is_the_same_in_every_style",),
         (

@@ -297,3 +297,15 @@ def test_a_column_waits_for_the_table_no_longer_than_readers_may(
         to.write(db, [message({"id": 1, "a": 1})])
         assert db.execute("SHOW lock_timeout").fetchone() == ("77s",), "as it was before"
     assert db.execute(f"SELECT * FROM {name}").fetchall() == [(1, 1)]
+
+
+@pytest.mark.parametrize("definition", ["PARTITION OF {0}_all FOR VALUES IN (1)", "OF {0}_kind"])
+def test_a_table_that_gets_its_columns_elsewhere_is_refused_with_the_place(
+    definition: str, db: Database, name: str
+) -> None:
+    db.execute(f"CREATE TABLE {name}_all (id int) PARTITION BY LIST (id)")
+    db.execute(f"CREATE TYPE {name}_kind AS (id int)")
+    db.execute(f"CREATE TABLE {name} {definition.format(name)}")
+    with pytest.raises(TableError, match=r"cannot add column.*; add a, b to the table that it is a partition of, or"):
+        write(db, sink(name), message({"id": 1, "a": 1, "b": 2}))
+    db.execute(f"DROP TYPE {name}_kind CASCADE")

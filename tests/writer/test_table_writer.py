@@ -67,6 +67,15 @@ def test_a_key_that_postgres_numbers_says_that_it_can_be_named(work: Connection,
         TableWriter(table, mode="upsert").write(work, [(5,)])
 
 
+@pytest.mark.parametrize("definition", ["()", "(a int GENERATED ALWAYS AS (1) STORED)"])
+def test_a_table_without_a_column_that_takes_values_is_refused(
+    definition: str, work: Connection, make_table: MakeTable
+) -> None:
+    table = make_table(definition)
+    with pytest.raises(TableError, match=f"{table} has no column that takes values"):
+        TableSink(table, decoder=JsonDecoder()).write(work, messages(1))
+
+
 def test_a_generated_column_that_is_named_is_refused(work: Connection, make_table: MakeTable) -> None:
     table = make_table("(a int, b int GENERATED ALWAYS AS (a) STORED)")
     with pytest.raises(TableError, match="'b' is generated"):
@@ -244,6 +253,17 @@ def test_a_partial_or_expression_index_is_no_key(work: Connection, make_table: M
     work.execute(f"CREATE UNIQUE INDEX ON {table} (lower(b))")
     with pytest.raises(TableError, match="no unique index"):
         TableWriter(table, mode="upsert", key=["a"]).write(work, [(1, "x")])
+
+
+def test_a_primary_key_without_overlaps_is_no_key_of_on_conflict(work: Connection, make_table: MakeTable) -> None:
+    try:
+        table = make_table("(a int4range, b int4range, PRIMARY KEY (a, b WITHOUT OVERLAPS))")
+    except psycopg.errors.SyntaxError:
+        skip_unless("postgres-18", "this server is older than Postgres 18, which brings WITHOUT OVERLAPS")
+    with pytest.raises(TableError, match="has no primary key that is checked at once"):
+        TableWriter(table, mode="upsert").write(work, [("[1,2)", "[1,5)")])
+    ignoring = TableWriter(table, mode="insert-ignore")
+    assert ignoring.write(work, [("[1,2)", "[1,5)"), ("[1,2)", "[4,6)"), ("[1,2)", "[6,7)")]) == 2
 
 
 def test_an_index_with_further_columns_included_is_a_key(

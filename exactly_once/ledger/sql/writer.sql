@@ -86,13 +86,13 @@ ORDER BY a.attnum
 
 -- name: keys_of_table
 -- Read the sets of columns that ON CONFLICT can name, the primary key first and marked; not those that an index finds
--- equal in other cases than the columns' own collation.
+-- equal in other cases than the columns' own collation. One WITHOUT OVERLAPS, from Postgres 18 on, is an exclusion constraint.
 SELECT ARRAY(SELECT a.attname::text
              FROM unnest(i.indkey[0:i.indnkeyatts - 1]::int2[]) WITH ORDINALITY AS k(attnum, n)
              JOIN pg_attribute a ON a.attrelid = i.indrelid AND a.attnum = k.attnum
              ORDER BY k.n) AS key, i.indisprimary AS is_primary
 FROM pg_index i
-WHERE i.indrelid = %(oid)s AND i.indisunique AND i.indisvalid AND i.indimmediate
+WHERE i.indrelid = %(oid)s AND i.indisunique AND i.indisvalid AND i.indimmediate AND NOT i.indisexclusion
   AND i.indpred IS NULL AND i.indexprs IS NULL
   AND NOT EXISTS (SELECT FROM unnest(i.indkey[0:i.indnkeyatts - 1]::int2[], i.indcollation::oid[]) AS k(attnum, collation_oid)
                   JOIN pg_attribute a ON a.attrelid = i.indrelid AND a.attnum = k.attnum
