@@ -371,9 +371,9 @@ def _protobuf(text: str, references: list[tuple[str, str]], url: str) -> Read:
             descriptor_pool=pool,
         )
         # Of proto2's text that is no UTF-8 it writes how Python shows the bytes, which does not read back the same.
-        if "\"b'" in told or '"b\\"' in told:
-            if json_format.Parse(told, kind(), descriptor_pool=pool) != found:
-                raise ValueError("a text in it is not UTF-8")
+        is_odd = "\"b'" in told or '"b\\"' in told
+        if is_odd and json_format.Parse(told, kind(), descriptor_pool=pool) != found:
+            raise ValueError("a text in it is not UTF-8")
         return start + str(told).encode() + b"}"
 
     return read
