@@ -149,6 +149,11 @@ class CommitProtocol:
         """Whether a unit waits for its outcome."""
         return self._pending is not None
 
+    def take_back(self, unit: Unit) -> None:
+        """Have the messages of a unit come again that nobody has entered, nor ever will."""
+        self._began_at = time.monotonic()
+        self._give_back(unit)
+
     def begin(self, unit: Unit) -> None:
         """Open the unit's transaction.
 

@@ -519,8 +519,15 @@ class ExactlyOnceConsumer:
     def _next(self, units: Units) -> Unit | None:
         """Return the next unit, or None when stopped or the iteration is over."""
         self._check_use()
-        if self._unit is not None and self._unit.stage not in (Stage.DONE, Stage.FAILED, Stage.JOINED):
-            raise errors.UnitNotFinished(f"the last unit was not finished: {self._unit!r}; enter it with `with unit:`")
+        if (unit := self._unit) is not None and unit.stage is Stage.NEW and unit.is_told:
+            unit.stage = Stage.FAILED  # whoever had it has lost it, in an error before it was entered
+            self._commits.take_back(unit)
+        elif unit is not None and unit.stage not in (Stage.DONE, Stage.FAILED, Stage.JOINED):
+            unit.is_told = True
+            raise errors.UnitNotFinished(
+                f"the last unit was not finished: {unit!r}; enter it with `with unit:`"
+                + (", or iterate on, and its messages come again" if unit.stage is Stage.NEW else "")
+            )
         if not self._ownership.is_sound or not (self._commits.is_pending or self._ownership.is_accounted):
             # A signal handler may raise between any two lines: fetch again from where the ledger stands.
             self._buffer.drop_all()

@@ -105,6 +105,8 @@ class Unit:
         self.is_claim_refused = False
         # Whether its connection was used, be it by a framework that has it from elsewhere.
         self.is_connection_used = False
+        # Whether its owner was told that the next one was asked for before its end.
+        self.is_told = False
         # Whether Kafka took partitions of it while it was open.
         self.is_taken = False
         # How often its only message was tried alone, where somebody counts.

@@ -101,6 +101,22 @@ def test_asking_for_the_next_unit_before_the_last_was_entered_raises(scene: Scen
     scene.assert_exact()
 
 
+def test_a_unit_that_nobody_has_any_more_is_told_of_once_and_comes_again(scene: Scene) -> None:
+    """An error between the loop and the block, such as that of a transaction that cannot begin, has lost it."""
+    consumer = scene.consumer()
+    units = iter(consumer)
+    lost = next(units)
+    with pytest.raises(UnitNotFinished, match="iterate on, and its messages come again"):
+        next(units)
+    again = next(units)
+    assert (offsets(again), again.attempt) == (offsets(lost), lost.attempt + 1)
+    with pytest.raises(UnitNotFinished, match="entered before"), lost:
+        pytest.fail("entered though its messages are in another unit")
+    apply(again)
+    scene.drain(consumer)
+    scene.assert_exact()
+
+
 def test_asking_for_the_next_unit_inside_the_last_raises_and_undoes_it(scene: Scene) -> None:
     consumer = scene.consumer()
     units = iter(consumer)

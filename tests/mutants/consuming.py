@@ -386,6 +386,16 @@ CONSUMING = (
         ),
     ),
     *each(
+        "exactly_once/consumer/consumer.py",
+        ("tests/integration/test_unit.py::test_a_unit_that_nobody_has_any_more_is_told_of_once_and_comes_again",),
+        (
+            "unit-lost",
+            "a unit that was lost before it was entered lets no other one come",
+            "if (unit := self._unit) is not None and unit.stage is Stage.NEW and unit.is_told:",
+            "if (unit := self._unit) is not None and unit.stage is Stage.JOINED and unit.is_told:",
+        ),
+    ),
+    *each(
         "exactly_once/consumer/commit.py",
         ("tests/integration/test_join.py::test_rollbacks_without_an_end_are_told_and_end_the_loop",),
         (
