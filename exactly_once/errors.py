@@ -164,7 +164,10 @@ class TransactionEnded(HandlerError):
 
 
 class TransactionBusy(HandlerError):
-    """The handler left a COPY, a pipeline or a block of ``connection.transaction()`` open on the connection."""
+    """The handler left a COPY, a pipeline or a block of ``connection.transaction()`` open, or threads at work.
+
+    A thread that has used a unit behind its COMMIT is told of by the next iteration: what it was to store is lost.
+    """
 
 
 class TransactionNotYours(HandlerError):

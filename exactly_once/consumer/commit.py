@@ -138,6 +138,8 @@ class CommitProtocol:
         # When that was, on the monotonic clock.
         self.committed_at: float | None = None
         self.failed: errors.ExactlyOnceError | None = None  # why nothing is handed out any more: a unit was halted
+        # What a thread of the handler did behind a commit; until the next unit is asked for, which is refused.
+        self.late: str | None = None
 
     @property
     def awaits_joined(self) -> bool:
@@ -314,6 +316,16 @@ class CommitProtocol:
                 logger.warning("%r: %s; its messages come again until one commits", unit, what, extra=extra)
             if self._patience.is_overdue:
                 raise errors.NoProgress(_told(unit, f"{what}, and nothing committed for {PATIENCE_SECONDS:g} s"))
+
+    def used_late(self, unit: Unit) -> None:
+        """Take note that a thread has used a unit that was committed: what it was to store is lost."""
+        if self.late is None:
+            reset = reset_command(self.ledger.group_id, self.ledger.session.schema, unit.advances[0].partition)
+            self.late = (
+                f"a thread of the handler used {unit!r} behind its COMMIT, so what it was to store is lost. Wait for "
+                f"all threads before the handler returns; then decide which messages are to be read again: {reset}"
+            )
+            logger.error("%s", self.late, extra=self._about("used_late", several=unit.advances))
 
     def _committed(self, unit: Unit, *, commit_seconds: float | None = None) -> None:
         with self.ownership.changing():

@@ -519,6 +519,9 @@ class ExactlyOnceConsumer:
     def _next(self, units: Units) -> Unit | None:
         """Return the next unit, or None when stopped or the iteration is over."""
         self._check_use()
+        if self._commits.late is not None:
+            late, self._commits.late = self._commits.late, None
+            raise errors.TransactionBusy(late)
         if (unit := self._unit) is not None and unit.stage is Stage.NEW and unit.is_told:
             unit.stage = Stage.FAILED  # whoever had it has lost it, in an error before it was entered
             self._commits.take_back(unit)

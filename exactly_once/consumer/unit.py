@@ -67,6 +67,10 @@ class EndsUnits(Protocol):
     def abandon(self, unit: Unit, error: BaseException) -> None:
         """Undo the unit; raise instead of ``error`` where that says more."""
 
+    def used_late(self, unit: Unit) -> None:
+        """Take note that a thread has used a unit that was committed."""
+        return
+
 
 class Unit:
     """A batch of messages in one transaction: ``with unit:`` commits on leaving.
@@ -227,6 +231,8 @@ class Unit:
 
     def _check_open(self) -> None:
         if self.stage is not Stage.OPEN:
+            if self.stage is Stage.DONE and get_ident() != self.thread:
+                self._commits.used_late(self)  # perhaps nobody looks at what is raised there
             raise UnitNotFinished(f"this unit is not open: {self!r}; use it inside `with unit:`")
         self._check_process("used")
         self.is_touched = True

@@ -139,7 +139,7 @@ class Envelope(Format):
     behind a delete is nothing. Elsewhere a delete is refused, unless ``on_tombstone="skip"``. A truncate event has no
     key and concerns all partitions: it is refused, unless ``on_truncate="skip"``.
 
-    ``decimal`` names the columns whose numbers are bytes, ``binary`` those whose bytes are text, ``drop`` fields whose
+    ``decimal`` names the columns whose numbers are bytes, ``binary`` how text holds bytes, ``drop`` fields whose
     values may be left out by the source; with ``lax`` numbers may be texts.
     """
 
@@ -151,7 +151,7 @@ class Envelope(Format):
         on_tombstone: OnTombstone | None = None,
         on_truncate: Literal["refuse", "skip"] = "refuse",
         decimal: Collection[str] = (),
-        binary: Collection[str] = (),
+        binary: Mapping[str, str] | None = None,
         lax: bool = False,
         drop: Collection[str] = (),
     ) -> None:
@@ -162,7 +162,7 @@ class Envelope(Format):
         self._keeps_missing = missing == "keep"
         self._on_tombstone = on_tombstone
         self._skips_truncate = on_truncate == "skip"
-        self._decimal, self._binary, self._lax = frozenset(decimal), frozenset(binary), lax
+        self._decimal, self._binary, self._lax = frozenset(decimal), dict(binary or {}), lax
         # The fields of which a text, where no schema tells, may be a number or the base64 of one.
         self._unsure: frozenset[str] = frozenset()
         # The columns that the fields of a row go to, by the fields' names; of bytes, whose form a schema must tell.
@@ -319,7 +319,7 @@ class Envelope(Format):
     def _converted(self, row: Row, schema: Schema | None) -> Row:
         if schema is not None or self._name == "debezium":
             refuse_unsure_bytes(row, schema, self._bytes)
-        return converted(row, schema, self._columns)
+        return converted(row, schema, self._columns, self._binary)
 
     def _truncate(self) -> None:
         self.left_out += 1

@@ -475,7 +475,7 @@ class _Key:
         columns = table.pick([name for name in key if name in paths])
         self._readers = {c.name: checked(c, reading) for c in columns}
         self._encoded = {c.name for c in columns if reading.is_special(c) or base_name(c) == "bytea"}
-        self._certain = reading.binary
+        self._binary = reading.binary
         self._by_field = {paths[c.name][-1]: c for c in columns}
         self._shape = Shape({c.name: ((paths[c.name][-1],), Raw) for c in columns})
 
@@ -495,7 +495,7 @@ class _Key:
             raise ValueError("there is neither key nor value, so there is nothing to delete")
         raw = key.strip().removeprefix(BYTE_ORDER_MARK)
         if raw.startswith(b"{"):
-            found = in_key(self._shape, raw, self._by_field, self._certain)
+            found = in_key(self._shape, raw, self._by_field, self._binary)
             return {name: read(found.get(name, NULL)) for name, read in self._readers.items()}
         if len(self._readers) > 1:
             raise ValueError(f"it is no object with {', '.join(self._readers)}")
@@ -504,10 +504,13 @@ class _Key:
             with contextlib.suppress(ValueError):  # plain text that begins with a quote
                 text_of(raw)
                 return {name: read(raw)}
-        text = key.decode()
-        if "\0" in text:
-            hint = "; of a Schema Registry's wire format: say --schema-registry URL" if text.startswith("\0") else ""
+        if b"\0" in key:
+            hint = ""
+            if key.startswith(b"\0"):
+                known = f"which has to know schema {int.from_bytes(key[1:5])}"
+                hint = f"; of a Schema Registry's wire format: say --schema-registry URL, {known}"
             raise ValueError(f"it holds NUL, so it is in a binary form; keys are read as JSON or text{hint}")
+        text = key.decode()
         # What an option says of the column is said of its key, too; bytes are in base64, as in a field.
         return {name: read(json.dumps(text).encode()) if name in self._encoded else text}
 

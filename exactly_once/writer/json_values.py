@@ -298,15 +298,20 @@ def _unscaled(raw: bytes, scale: int) -> Decimal:
             raise ValueError(f"{shown(raw)} is no decimal of scale and value")
         scale, raw = whole_of(text_of(bytes(parts["scale"]))), bytes(parts["value"])
     if not raw.startswith(b'"'):
-        raise ValueError(f"base64 of a number's bytes is wanted, not {shown(raw)}")
+        return decimal_of(text_of(raw))  # a number already, which the schema of its message may have made of it
     return scaled(_bytes(raw), scale)
 
 
 def _since_epoch(raw: bytes, unit: Epoch, name: str) -> Any:
-    """Turn a number into a moment, a date, a time of day or an interval, without a detour over floats."""
-    text = text_of(raw)
+    """Turn a number into a moment, a date, a time of day or an interval, without a detour over floats.
+
+    What is no number is left to the column: the schema of a message may tell what its number stands for.
+    """
     try:
-        value = decimal_of(text)
+        value = decimal_of(text_of(raw))
+    except ValueError:
+        return _SIMPLE[name](raw)
+    try:
         if not value.is_finite() or value.adjusted() > _LARGEST_EXPONENT:
             raise ValueError(f"{shown(raw)} is out of range")
         # Digits below the microsecond are rounded, as in ISO 8601.

@@ -15,7 +15,7 @@ from msgspec import Raw
 
 from .codec import BYTEA
 from .codecs import name_of
-from .errors import BadRow, cut
+from .errors import BadRow, cut, short
 from .json_shape import NULL, NULL_DOCUMENT, UNAVAILABLE, Path, Shape, fields_in, refuse_malformed
 from .numbers import scaled
 from .table import Column
@@ -55,19 +55,26 @@ class Schema(msgspec.Struct, frozen=True, eq=False, omit_defaults=True):
 schema_in = lru_cache(_SHAPES)(msgspec.json.Decoder(Schema).decode)
 
 
-def converted(row: Row, schema: Schema | None, columns: Mapping[str, Column]) -> Row:
+def converted(
+    row: Row, schema: Schema | None, columns: Mapping[str, Column], binary: Mapping[str, str] | None = None
+) -> Row:
     """Write the values of a row as what they stand for, for the columns of the same names as fields.
+
+    ``binary`` is the form that text has for some columns of bytes; what the schema says is bytes comes in base64.
 
     :raises BadRow: for a value that is not of the type that the schema says.
     """
-    for name, convert in (_conversions(schema) if schema is not None else {}).items():
+    conversions = _conversions(schema) if schema is not None else {}
+    if schema is not None and binary and (in_hex := {f for f, c in columns.items() if binary.get(c.name) == "hex"}):
+        conversions = conversions | {n: _hex for n in in_hex if (each := schema.of(n)) and each.type == "bytes"}
+    for name, convert in conversions.items():
         if row.get(name, NULL) not in (NULL, UNAVAILABLE):
             try:
                 row[name] = convert(row[name], columns.get(name))
             except OverflowError as error:
-                raise BadRow(f"{cut(row[name])}: {error}", column=name) from error
+                raise BadRow(f"{short(row[name].decode())}: {error}", column=name) from error
             except (ValueError, TypeError, LookupError, ArithmeticError) as error:
-                what = f"{cut(row[name])} is not of the type that the schema says: {error}"
+                what = f"{short(row[name].decode())} is not of the type that the schema says: {error}"
                 raise BadRow(what, column=name) from error
     return row
 
@@ -96,9 +103,9 @@ def opened(text: bytes | None) -> tuple[Schema | None, bytes | None]:
     return schema_in(schema) if schema.startswith(b"{") else None, None if payload == NULL else payload
 
 
-def of_bytes(columns: Mapping[str, Column], certain: Collection[str]) -> dict[str, Column]:
-    """Return the columns of bytes, or of lists of such, but for those of which it is certain how text holds bytes."""
-    return {f: c for f, c in columns.items() if (c.element or c).type_oid == BYTEA and c.name not in certain}
+def of_bytes(columns: Mapping[str, Column], binary: Collection[str]) -> dict[str, Column]:
+    """Return the columns of bytes, or of lists of such, but for those of which it was said how text holds bytes."""
+    return {f: c for f, c in columns.items() if (c.element or c).type_oid == BYTEA and c.name not in binary}
 
 
 def refuse_unsure_bytes(row: Row, schema: Schema | None, columns: Mapping[str, Column]) -> None:
@@ -132,15 +139,18 @@ def holding(schema: Schema, field: str) -> Schema:
 
 
 def in_key(
-    shape: Shape, key: bytes | None, columns: Mapping[str, Column] | None = None, certain: Collection[str] = ()
+    shape: Shape,
+    key: bytes | None,
+    columns: Mapping[str, Column] | None = None,
+    binary: Mapping[str, str] | None = None,
 ) -> dict[str, bytes]:
     """Return the JSON of each column that a message's key has a field for, be it with a schema or without.
 
     With ``columns``, those that the key's fields fill, values are what the schema says that they stand for.
 
     :raises ValueError: for a key that is no object.
-    :raises BadRow: for a value that is not of the type that the schema says, or may be bytes in two ways; ``certain``
-        names the columns of which that was said.
+    :raises BadRow: for a value that is not of the type that the schema says, or may be bytes in two ways; ``binary``
+        has the columns of which that was said.
     """
     try:
         schema, payload = opened(key)
@@ -148,8 +158,8 @@ def in_key(
             return {}
         if columns is not None and schema is not None:
             row = {name: bytes(value) for name, value in fields_in(payload).items()}
-            refuse_unsure_bytes(row, schema, of_bytes(columns, certain))
-            row = converted(row, schema, columns)
+            refuse_unsure_bytes(row, schema, of_bytes(columns, binary or ()))
+            row = converted(row, schema, columns, binary)
             payload = msgspec.json.encode({name: Raw(value) for name, value in row.items()})
         return shape.find(payload)[0]
     except (msgspec.DecodeError, RecursionError) as error:
@@ -286,6 +296,10 @@ def _decimal(parameters: Mapping[str, str], text: bytes, column: Column | None) 
     if isinstance(value, str):
         value = {"value": value, "scale": int(parameters["scale"])}
     return f"{scaled(base64.b64decode(value['value'], validate=True), value['scale']):f}".encode()
+
+
+def _hex(text: bytes, _: Column | None) -> bytes:
+    return _text(base64.b64decode(msgspec.json.decode(text, type=str), validate=True).hex())
 
 
 def _uuid(_: Mapping[str, str], text: bytes, column: Column | None) -> bytes:

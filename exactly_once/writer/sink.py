@@ -292,6 +292,7 @@ class Router:
 
         Those that were found follow by name, so that all workers lock their tables in one order.
         """
+        connection = unit.connection  # also where no table is there yet: effects elsewhere there are none
         # What is tried alone is judged by who calls us.
         is_alone = len(unit.messages) == 1
         set_aside = None if self._set_aside is None or is_alone else partial(self._set_aside, unit)
@@ -305,4 +306,4 @@ class Router:
                 self._found = dict(sorted({**self._found, str(topic): sink}.items()))
         for topic, sink in {**self._sinks, **self._found}.items():
             if messages := by_topic.get(topic):
-                sink.write(unit.connection, messages, set_aside=set_aside, claim=unit.claim_many)
+                sink.write(connection, messages, set_aside=set_aside, claim=unit.claim_many)

@@ -10,7 +10,8 @@ from concurrent.futures import Future, ThreadPoolExecutor
 import psycopg
 import pytest
 
-from exactly_once import ExactlyOnceConsumer, TransactionBusy, Unit
+from exactly_once import ExactlyOnceConsumer, TransactionBusy, Unit, UnitNotFinished
+from exactly_once.consumer.unit import Stage
 from exactly_once.ledger.session import Connection
 from tests.integration.scene import Scene, backend_of
 from tests.support.waiting import until
@@ -75,6 +76,32 @@ def test_a_thread_inside_a_statement_is_woken_and_leaves_the_connection(scene: S
         raise ValueError
     with pytest.raises(psycopg.OperationalError):
         late.result(60)
+    scene.drain(consumer)
+    scene.assert_exact()
+
+
+def test_a_thread_that_comes_behind_the_commit_is_told_of_and_ends_the_service(
+    scene: Scene, pool: ThreadPoolExecutor, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Nobody looks at the future in which its error is."""
+    late: list[Future[object]] = []
+
+    def store(unit: Unit) -> None:
+        record(unit, "test")
+        if not late:
+            late.append(pool.submit(behind_the_commit, unit))
+        else:
+            until(late[0].done, 60, "the late thread")
+
+    def behind_the_commit(unit: Unit) -> object:
+        until(lambda: unit.stage is Stage.DONE, 60, "the commit")
+        return unit.execute("SELECT 1")
+
+    consumer = scene.consumer()
+    with pytest.raises(TransactionBusy, match=r"behind its COMMIT, so what it was to store is lost.* reset --group-id"):
+        consumer.run(store)
+    assert isinstance(late[0].exception(), UnitNotFinished)
+    assert [r.levelname for r in caplog.records if getattr(r, "action", "") == "used_late"] == ["ERROR"]
     scene.drain(consumer)
     scene.assert_exact()
 

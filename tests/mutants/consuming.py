@@ -396,6 +396,16 @@ CONSUMING = (
         ),
     ),
     *each(
+        "exactly_once/consumer/unit.py",
+        (f"{THREADS}::test_a_thread_that_comes_behind_the_commit_is_told_of_and_ends_the_service",),
+        (
+            "used-late",
+            "what a thread does behind the COMMIT of its unit is lost, and nothing tells of it",
+            "if self.stage is Stage.DONE and get_ident() != self.thread:",
+            "if self.stage is Stage.NEW and get_ident() != self.thread:",
+        ),
+    ),
+    *each(
         "exactly_once/consumer/commit.py",
         ("tests/integration/test_join.py::test_rollbacks_without_an_end_are_told_and_end_the_loop",),
         (

@@ -462,6 +462,13 @@ WRITING = (
             "tests/writer/test_table_writer.py::test_an_upsert_needs_a_key_that_is_unique",
             "tests/writer/test_table_writer.py::test_an_index_with_further_columns_included_is_a_key",
             "tests/writer/test_table_writer.py::test_an_identity_column_can_be_filled_when_it_is_named",
+            "tests/writer/test_table_writer.py::test_a_primary_key_without_overlaps_is_no_key_of_on_conflict",
+        ),
+        (
+            "key-overlaps",
+            "an exclusion constraint, which a primary key WITHOUT OVERLAPS is, counts as a key",
+            "  AND NOT i.indisexclusion\n",
+            "",
         ),
         (
             "key-partial",
@@ -871,6 +878,16 @@ WRITING = (
             "a negative index takes the last message of a file",
             "        if value & 1:\n",
             "        if False:\n",
+        ),
+    ),
+    *each(
+        "exactly_once/writer/logical.py",
+        ("tests/writer/test_registry.py::test_bytes_of_a_schema_are_no_text_to_which_an_option_applies",),
+        (
+            "hex-told",
+            "bytes of a schema are stored as others, as their base64 looks like hexadecimal",
+            "if schema is not None and binary and (in_hex",
+            "if schema is None and binary and (in_hex",
         ),
     ),
     *each(

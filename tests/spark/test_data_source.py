@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -299,6 +300,16 @@ def test_a_table_that_is_named_in_two_ways_is_refused(
     with pytest.raises(Exception, match="option table names the table"):
         write.save("other")
     assert db.execute(f"SELECT count(*) FROM {table}").fetchone() == (0,)
+
+
+def test_a_source_beside_kafka_is_refused(scene: Scene, spark: SparkSession, tmp_path: Path) -> None:
+    """Of rows from files, say, nobody can tell which were written."""
+    scene.produce(5)
+    (tmp_path / "archived.json").write_text(json.dumps({"topic": scene.topic, "partition": 0, "offset": 1000}))
+    files = spark.readStream.schema(scene.stream().schema).json(str(tmp_path))
+    with pytest.raises(Exception, match="offsets are not Kafka's"):
+        write_stream(scene, scene.stream().union(files))
+    assert scene.ledger() == {}
 
 
 def test_what_cannot_work_is_refused_when_the_query_starts(scene: Scene) -> None:

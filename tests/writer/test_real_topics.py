@@ -414,8 +414,9 @@ def test_numbers_can_be_dates_times_and_the_bytes_of_decimals(work: Connection, 
             {"a": [1.5]},
         ),
     ]
+    assert stored(work, make_table("(n numeric)"), {"n": 5.50}, decoder=JsonDecoder(decimal={"n": 2})) == [(5.5,)]
     with pytest.raises(BadRow, match="base64"):
-        stored(work, table, {"n": 5}, decoder=decoder)
+        stored(work, table, {"n": "5.5"}, decoder=decoder)
 
 
 def test_nul_can_be_taken_out_of_text_and_json(work: Connection, make_table: MakeTable) -> None:

@@ -287,6 +287,62 @@ def test_an_upsert_deletes_by_keys_in_avro_and_by_plain_ones(registry: StandIn, 
     assert rows(db, name) == [("d", 1)]
 
 
+def test_bytes_of_a_schema_are_no_text_to_which_an_option_applies(registry: StandIn, db: Database, name: str) -> None:
+    """Their base64 may look like hexadecimal; the topic has text in messages of an earlier schema."""
+    db.execute(f"CREATE TABLE {name} (id bytea PRIMARY KEY, v bytea)")
+    text, kept = record("V", id="string", v=optional("string")), record("V", id="bytes", v=optional("bytes"))
+    looks_like_hex = base64.b64decode("00ff10ab")
+    sent = [
+        avro(registry.add(json.dumps(schema)), schema, {"id": value, "v": value})
+        for schema, value in ((text, "00ff10ab"), (kept, looks_like_hex))
+    ]
+    flow: dict[str, Any] = {"mode": "upsert", "binary": {"id": "hex", "v": "hex"}}
+    write(db, name, registry, *(message(value, b"k") for value in sent), **flow)
+    assert rows(db, name) == [(bytes.fromhex("00ff10ab"),) * 2, (looks_like_hex,) * 2]
+    key = record("K", id="bytes")
+    gone = avro(registry.add(json.dumps(key)), key, {"id": looks_like_hex})
+    write(db, name, registry, message(None, gone), **flow)
+    assert rows(db, name) == [(bytes.fromhex("00ff10ab"),) * 2]
+
+
+@pytest.mark.parametrize(
+    ("kind", "unit", "told", "sent", "expected"),
+    [
+        ("timestamptz", "s", logical("long", "timestamp-millis"), 5_001, "5.001"),
+        ("timestamp", "s", logical("long", "local-timestamp-micros"), 10**6, "1"),
+        ("date", "days", logical("int", "date"), 2, "172800"),
+        ("time", "us", logical("int", "time-millis"), 7, "0.007"),
+    ],
+)
+def test_a_time_that_a_later_schema_tells_is_not_one_of_the_option(
+    kind: str, unit: str, told: Any, sent: int, expected: str, registry: StandIn, db: Database, name: str
+) -> None:
+    db.execute(f"SET timezone = 'UTC'; CREATE TABLE {name} (v {kind})")
+    pairs = (record("V", v="long"), 0), (record("V", v=told), sent)
+    both = [message(avro(registry.add(json.dumps(schema)), schema, {"v": value})) for schema, value in pairs]
+    write(db, name, registry, *both, epoch={"v": unit})
+    assert rows(db, name, "extract(epoch FROM v)") == [(0,), (Decimal(expected),)]
+
+
+def test_a_decimal_that_a_later_schema_tells_is_not_one_of_the_option(
+    registry: StandIn, db: Database, name: str
+) -> None:
+    db.execute(f"CREATE TABLE {name} (id int, v numeric)")
+    schemas = [record("V", id="int", v=kind) for kind in ("bytes", logical("bytes", "decimal", precision=9, scale=3))]
+    sent = [avro(registry.add(json.dumps(each)), each, {"id": n, "v": b"\x04\xd2"}) for n, each in enumerate(schemas)]
+    write(db, name, registry, *map(message, sent), decimal={"v": 2})
+    assert rows(db, name) == [(0, Decimal("12.34")), (1, Decimal("1.234"))]
+
+
+@pytest.mark.parametrize("data", [b"\x02a", b"\x80"])
+def test_a_key_whose_schema_nobody_knows_is_named_with_its_number(
+    data: bytes, registry: StandIn, db: Database, name: str
+) -> None:
+    db.execute(f"CREATE TABLE {name} (id text PRIMARY KEY)")
+    with pytest.raises(BadRow, match="say --schema-registry URL, which has to know schema 777"):
+        write(db, name, registry, message(None, framed(777, data)), mode="upsert")
+
+
 def test_json_schema_is_the_json_behind_the_id(registry: StandIn, db: Database, name: str) -> None:
     db.execute(f"CREATE TABLE {name} (id bigint, deep jsonb)")
     number = registry.add('{"type": "object"}', "JSON")

@@ -93,7 +93,8 @@ SELECT ARRAY(SELECT a.attname::text
              ORDER BY k.n) AS key, i.indisprimary AS is_primary
 FROM pg_index i
 WHERE i.indrelid = %(oid)s AND i.indisunique AND i.indisvalid AND i.indimmediate
-  AND i.indpred IS NULL AND i.indexprs IS NULL AND NOT i.indisexclusion
+  AND NOT i.indisexclusion
+  AND i.indpred IS NULL AND i.indexprs IS NULL
   AND NOT EXISTS (SELECT FROM unnest(i.indkey[0:i.indnkeyatts - 1]::int2[], i.indcollation::oid[]) AS k(attnum, collation_oid)
                   JOIN pg_attribute a ON a.attrelid = i.indrelid AND a.attnum = k.attnum
                   WHERE a.attcollation <> k.collation_oid)
