@@ -71,12 +71,11 @@ class Owners:
         :raises TopicRecreated: when a topic has another id than the ledger.
         """
         if self.starter is not None and (known := [h for r in ranges if (h := self.held.get(r.partition)) is not None]):
-            # Spark goes on at the old offset, and misses what is below it in the new topic.
-            unknown = self.starter.describe({each.partition.topic for each in known})
+            # Spark goes on at the old offset, and misses what is below it in the new topic. One that is gone stays known.
+            self.starter.describe({each.partition.topic for each in known})
             with _naming_checkpoint():
                 for each in known:
-                    if (topic := each.partition.topic) not in unknown:
-                        self.starter.recheck(each.partition, each.topic_id, self.starter.topics[topic])
+                    self.starter.recheck(each.partition, each.topic_id, self.starter.topics[each.partition.topic])
         if new := {r.partition: r for r in ranges if r.partition not in self.held}:
             group = self._group
             existing, ever_existed = self._ledger.known({p.topic for p in new})

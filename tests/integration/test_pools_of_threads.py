@@ -99,7 +99,7 @@ def test_a_thread_that_comes_behind_the_commit_is_told_of_and_ends_the_service(
 
     consumer = scene.consumer()
     with pytest.raises(TransactionBusy, match=r"behind its COMMIT, so what it was to store is lost.* reset --group-id"):
-        consumer.run(store)
+        consumer.run(store, until_end=True)
     assert isinstance(late[0].exception(), UnitNotFinished)
     assert [r.levelname for r in caplog.records if getattr(r, "action", "") == "used_late"] == ["ERROR"]
     scene.drain(consumer)

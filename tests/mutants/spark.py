@@ -662,14 +662,8 @@ SPARK = (
         (
             "recreated-while-running",
             "of a topic that is made again under a running query the beginning is lost",
-            "if (topic := each.partition.topic) not in unknown:",
-            "if not (topic := each.partition.topic):",
-        ),
-        (
-            "gone-while-running",
-            "rows that were read before their topic was deleted are not written",
-            "if (topic := each.partition.topic) not in unknown:",
-            "if topic := each.partition.topic:",
+            "                    self.starter.recheck(each.partition, each.topic_id, self.starter.topics[each.partition.topic])\n",
+            "                    pass\n",
         ),
     ),
     *each(
