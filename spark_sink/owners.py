@@ -71,7 +71,7 @@ class Owners:
         :raises TopicRecreated: when a topic has another id than the ledger.
         """
         if self.starter is not None and (known := [h for r in ranges if (h := self.held.get(r.partition)) is not None]):
-            # Spark goes on at the old offset, and misses what is below it in the new topic. One that is gone stays known.
+            # Spark goes on at the old offset, and misses what is below it in the new topic.
             self.starter.describe({each.partition.topic for each in known})
             with _naming_checkpoint():
                 for each in known:

@@ -662,8 +662,8 @@ SPARK = (
         (
             "recreated-while-running",
             "of a topic that is made again under a running query the beginning is lost",
-            "                    self.starter.recheck(each.partition, each.topic_id, self.starter.topics[each.partition.topic])\n",
-            "                    pass\n",
+            "                    self.starter.recheck(each.partition, each.topic_id,",
+            "                    print(each.partition, each.topic_id,",
         ),
     ),
     *each(
