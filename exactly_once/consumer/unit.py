@@ -8,6 +8,7 @@ import os
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from enum import Enum
+from itertools import chain
 from threading import get_ident
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, LiteralString, Protocol, Self
@@ -109,6 +110,8 @@ class Unit:
         self.is_claim_refused = False
         # Whether its connection was used, be it by a framework that has it from elsewhere.
         self.is_connection_used = False
+        # Whether a thread of the handler has used it behind the block; if it commits, that is lost.
+        self.is_used_late = False
         # Whether its owner was told that the next one was asked for before its end.
         self.is_told = False
         # Whether Kafka took partitions of it while it was open.
@@ -178,6 +181,8 @@ class Unit:
                 failpoint("handled")
                 self._commits.finish(self)
                 self.stage = Stage.DONE
+                if self.is_used_late:  # set before the stage is looked at, so that one of both sees the other
+                    self._commits.used_late(self)
         finally:
             if self.stage is Stage.FINISHING:
                 self.stage = Stage.FAILED
@@ -231,7 +236,8 @@ class Unit:
 
     def _check_open(self) -> None:
         if self.stage is not Stage.OPEN:
-            if self.stage is Stage.DONE and get_ident() != self.thread:
+            self.is_used_late |= get_ident() != self.thread
+            if self.stage is Stage.DONE and self.is_used_late:
                 self._commits.used_late(self)  # perhaps nobody looks at what is raised there
             raise UnitNotFinished(f"this unit is not open: {self!r}; use it inside `with unit:`")
         self._check_process("used")
@@ -365,8 +371,9 @@ def call(handler: Callable[[Unit], object], unit: Unit) -> None:
 
 
 def refuse_undone(result: object, what: str) -> None:
-    """Refuse what a function has returned in place of its effects, or a list of it; raise as :func:`apply` does."""
-    results = [result, *result] if isinstance(result, (list, tuple, set)) else [result]
+    """Refuse what a function has returned in place of its effects, or that within two levels; as :func:`apply` does."""
+    parts = _parts(result)
+    results = [result, *parts, *chain.from_iterable(map(_parts, parts))]
     undone = [each for each in results if inspect.isawaitable(each) or isinstance(each, Future) or _is_lazy(each)]
     for each in undone:
         if inspect.iscoroutine(each):
@@ -376,6 +383,12 @@ def refuse_undone(result: object, what: str) -> None:
             f"{what} returned {type(undone[0]).__name__} {undone[0]!r} instead of having its effects: "
             "write it with def, not async def, and without yield; wait for a future, and iterate over a map"
         )
+
+
+def _parts(result: object) -> Iterable[object]:
+    if isinstance(result, dict):
+        return result.values()
+    return result if isinstance(result, (list, tuple, set)) else ()
 
 
 def _is_lazy(result: object) -> bool:

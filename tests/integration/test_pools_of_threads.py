@@ -13,7 +13,7 @@ import pytest
 from exactly_once import ExactlyOnceConsumer, TransactionBusy, Unit, UnitNotFinished
 from exactly_once.consumer.unit import Stage
 from exactly_once.ledger.session import Connection
-from tests.integration.scene import Scene, backend_of
+from tests.integration.scene import Scene, backend_of, offsets
 from tests.support.waiting import until
 from tests.support.worker import record
 
@@ -80,26 +80,36 @@ def test_a_thread_inside_a_statement_is_woken_and_leaves_the_connection(scene: S
     scene.assert_exact()
 
 
-def test_a_thread_that_comes_behind_the_commit_is_told_of_and_ends_the_service(
-    scene: Scene, pool: ThreadPoolExecutor, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize("moment", ["before COMMIT is answered", "before the next unit", "at the end"])
+def test_a_thread_that_comes_behind_the_block_is_told_of_and_ends_the_service(
+    moment: str, scene: Scene, pool: ThreadPoolExecutor, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Nobody looks at the future in which its error is."""
     late: list[Future[object]] = []
+    slow = scene.table("number int")
+    scene.query(f"""
+        CREATE FUNCTION slow_{scene.topic}() RETURNS trigger LANGUAGE plpgsql AS 'BEGIN PERFORM pg_sleep(1); RETURN NULL; END';
+        CREATE CONSTRAINT TRIGGER slow AFTER INSERT ON {slow} DEFERRABLE INITIALLY DEFERRED
+            FOR EACH ROW EXECUTE FUNCTION slow_{scene.topic}()""")
 
     def store(unit: Unit) -> None:
         record(unit, "test")
-        if not late:
-            late.append(pool.submit(behind_the_commit, unit))
-        else:
+        is_last = offsets(unit)[-1] == 19
+        if late and not is_last:
             until(late[0].done, 60, "the late thread")
+        elif not late and (is_last or moment != "at the end"):
+            if moment == "before COMMIT is answered":
+                unit.execute(f"INSERT INTO {slow} VALUES (1)")
+            late.append(pool.submit(behind_the_block, unit))
 
-    def behind_the_commit(unit: Unit) -> object:
-        until(lambda: unit.stage is Stage.DONE, 60, "the commit")
+    def behind_the_block(unit: Unit) -> object:
+        stage = Stage.FINISHING if moment == "before COMMIT is answered" else Stage.DONE
+        until(lambda: unit.stage is stage, 60, "the end of the block")
         return unit.execute("SELECT 1")
 
     consumer = scene.consumer()
     with pytest.raises(TransactionBusy, match=r"behind its COMMIT, so what it was to store is lost.* reset --group-id"):
-        consumer.run(store, until_end=True)
+        consumer.run(store, idle_seconds=3)
     assert isinstance(late[0].exception(), UnitNotFinished)
     assert [r.levelname for r in caplog.records if getattr(r, "action", "") == "used_late"] == ["ERROR"]
     scene.drain(consumer)

@@ -397,12 +397,18 @@ CONSUMING = (
     ),
     *each(
         "exactly_once/consumer/unit.py",
-        (f"{THREADS}::test_a_thread_that_comes_behind_the_commit_is_told_of_and_ends_the_service",),
+        (f"{THREADS}::test_a_thread_that_comes_behind_the_block_is_told_of_and_ends_the_service",),
         (
             "used-late",
             "what a thread does behind the COMMIT of its unit is lost, and nothing tells of it",
-            "if self.stage is Stage.DONE and get_ident() != self.thread:",
-            "if self.stage is Stage.NEW and get_ident() != self.thread:",
+            "if self.stage is Stage.DONE and self.is_used_late:",
+            "if False:",
+        ),
+        (
+            "used-at-commit",
+            "what a thread does while its unit commits is lost, and nothing tells of it",
+            "                if self.is_used_late:  #",
+            "                if False:  #",
         ),
     ),
     *each(
