@@ -400,6 +400,8 @@ async def _later(unit: Unit, message: Message, error: Exception) -> None:
 LAZY: list[Callable[[Unit, Message, Exception], object]] = [
     lambda unit, message, error: _later(unit, message, error),  # noqa: PLW0108 - else it is refused before it is called
     lambda unit, message, error: Future[None](),
+    lambda unit, message, error: {"later": Future[None]()},
+    lambda unit, message, error: (1, [_later(unit, message, error)]),
     lambda unit, message, error: map(unit.execute, ["SELECT 1"]),
     lambda unit, message, error: (unit.execute("SELECT 1") for _ in range(1)),
 ]
