@@ -74,11 +74,13 @@ class Ready:
     def make(self, connection: Connection) -> None:
         """Execute the statements.
 
-        :raises CommandError: for a column whose name the database's encoding cannot hold.
+        :raises CommandError: for a column whose name the database's encoding cannot hold, or that the table cannot get.
         """
         for statement in self.statements:
             try:
                 connection.execute(statement, prepare=False)
+            except psycopg.errors.WrongObjectType as error:
+                raise CommandError(ddl.elsewhere(self.flow.table, self.columns, error)) from error
             except psycopg.errors.UntranslatableCharacter as error:
                 names = ", ".join(map(cut, ddl.unencodable(error, self.columns))) or "them"
                 raise CommandError(

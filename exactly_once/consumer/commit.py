@@ -138,8 +138,8 @@ class CommitProtocol:
         # When that was, on the monotonic clock.
         self.committed_at: float | None = None
         self.failed: errors.ExactlyOnceError | None = None  # why nothing is handed out any more: a unit was halted
-        # What a thread of the handler did behind a commit; until the next unit is asked for, which is refused.
-        self.late: str | None = None
+        # What the next iteration is to raise in place of a unit.
+        self.refusal: errors.ExactlyOnceError | None = None
 
     @property
     def awaits_joined(self) -> bool:
@@ -268,7 +268,6 @@ class CommitProtocol:
         :raises psycopg.Error: when the database cannot be asked now; call again.
         :raises UnitNotFinished: when it waits for the end of somebody else's transaction.
         :raises HandlerCommitted: when the handler had committed by itself.
-        :raises NoProgress: when joined transactions with the same messages were rolled back for too long.
         """
         if self._pending is None:
             return
@@ -310,22 +309,22 @@ class CommitProtocol:
         elif self._resolve(pending) is Resolution.ABORTED and unit.work.is_joined:
             # Nobody has told why: a framework rolls back at an error that the application has swallowed.
             self._patience.failed(_batch(unit), time.monotonic(), by_statement=False)
-            what = f"the transaction that it joined was rolled back {self._patience.tries} times in a row"
+            what = "transactions that units joined are rolled back each time"
             if self._patience.tries == TRIES:
                 extra = self._about("joined_rolled_back", several=unit.advances)
-                logger.warning("%r: %s; its messages come again until one commits", unit, what, extra=extra)
+                logger.warning("%s, %s times with the same messages: %r", what, TRIES, unit, extra=extra)
             if self._patience.is_overdue:
-                raise errors.NoProgress(_told(unit, f"{what}, and nothing committed for {PATIENCE_SECONDS:g} s"))
+                self.refusal = errors.NoProgress(_told(unit, f"{what}, nothing committed for {PATIENCE_SECONDS:g} s"))
 
     def used_late(self, unit: Unit) -> None:
         """Take note that a thread has used a unit that was committed: what it was to store is lost."""
-        if self.late is None:
+        if self.refusal is None:
             reset = reset_command(self.ledger.group_id, self.ledger.session.schema, unit.advances[0].partition)
-            self.late = (
+            self.refusal = errors.TransactionBusy(
                 f"a thread of the handler used {unit!r} behind its COMMIT, so what it was to store is lost. Wait for "
                 f"all threads before the handler returns; then decide which messages are to be read again: {reset}"
             )
-            logger.error("%s", self.late, extra=self._about("used_late", several=unit.advances))
+            logger.error("%s", self.refusal, extra=self._about("used_late", several=unit.advances))
 
     def _committed(self, unit: Unit, *, commit_seconds: float | None = None) -> None:
         with self.ownership.changing():
@@ -433,6 +432,7 @@ class CommitProtocol:
             if resolution is Resolution.COMMITTED:
                 counters.resolved_committed += was_in_doubt
                 self._committed(unit)
+                unit.settle()
             else:
                 if resolution is Resolution.FENCED:
                     counters.fenced += 1

@@ -519,7 +519,7 @@ class ExactlyOnceConsumer:
     def _next(self, units: Units) -> Unit | None:
         """Return the next unit, or None when stopped or the iteration is over."""
         self._check_use()
-        self._refuse_late()
+        self._refuse()
         if (unit := self._unit) is not None and unit.stage is Stage.NEW and unit.is_told:
             unit.stage = Stage.FAILED  # whoever had it has lost it, in an error before it was entered
             self._commits.take_back(unit)
@@ -541,27 +541,27 @@ class ExactlyOnceConsumer:
             self._unit = self._find_unit(units)
         self._observer.record_poll()
         if self._unit is None:
-            self._refuse_late()
+            self._refuse()
         if self._assignment.failures and self._unit is None:
             raise self._assignment.failures.popleft()
         if self._unit is None and not self._stopping.is_set:
             units.refuse_bad()
         return self._unit
 
-    def _refuse_late(self) -> None:
-        if (late := self._commits.late) is not None:
-            self._commits.late = None
-            raise errors.TransactionBusy(late)
+    def _refuse(self) -> None:
+        if (refusal := self._commits.refusal) is not None:
+            self._commits.refusal = None
+            raise refusal
 
     def _find_unit(self, units: Units) -> Unit | None:
         """Do what is due, fetch, and hand out a batch: once round the loop for each unit, and while there is none."""
         if (left := self._commits.not_before - time.monotonic()) > 0:
             self._idle(left)
-        while not (self._stopping.is_set or self._assignment.failures or self._commits.late):
+        while not (self._stopping.is_set or self._assignment.failures or self._commits.refusal):
             if self._must_reopen or self._is_client_stuck():
                 self._reopen_client()
             if self._maintenance.is_due:
-                if not self._keep_up() or self._assignment.failures:
+                if not self._keep_up() or self._assignment.failures or self._commits.refusal:
                     continue
                 units.ask_for_ends()
             self._assignment.pause(self._client, self._buffer.to_pause)

@@ -180,12 +180,16 @@ class Unit:
             else:
                 failpoint("handled")
                 self._commits.finish(self)
-                self.stage = Stage.DONE
-                if self.is_used_late:  # set before the stage is looked at, so that one of both sees the other
-                    self._commits.used_late(self)
+                self.settle()
         finally:
             if self.stage is Stage.FINISHING:
                 self.stage = Stage.FAILED
+
+    def settle(self) -> None:
+        """Take note that it is committed."""
+        self.stage = Stage.DONE
+        if self.is_used_late:  # set before the stage is looked at, so that one of both sees the other
+            self._commits.used_late(self)
 
     @contextlib.contextmanager
     def join(self, connection: Connection) -> Iterator[Self]:

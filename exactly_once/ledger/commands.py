@@ -7,6 +7,7 @@ import shlex
 from exactly_once._model import Partition
 
 DEFAULT_SCHEMA = "exactly_once"
+_NAMING = ("--group-id", "--topic", "--schema")
 
 
 def command(action: str, group_id: str | None, schema: str, *more: object) -> str:
@@ -16,7 +17,13 @@ def command(action: str, group_id: str | None, schema: str, *more: object) -> st
     """
     which = [] if group_id is None else ["--group-id", group_id]
     which += [] if schema == DEFAULT_SCHEMA else ["--schema", schema]
-    return shlex.join(["exactly-once", *action.split(), *which, *map(str, more)])
+    words = ["exactly-once", *action.split()]
+    for word in (*which, *map(str, more)):
+        if words[-1] in _NAMING and word.startswith("-"):
+            words[-1] += f"={word}"  # else it would be taken for an option
+        else:
+            words.append(word)
+    return shlex.join(words)
 
 
 def reset_command(group_id: str, schema: str, partition: Partition) -> str:

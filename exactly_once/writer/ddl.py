@@ -30,6 +30,12 @@ def can_be_column(name: str) -> bool:
     return is_short and name not in _SYSTEM_COLUMNS and not set('"\\\0') & set(name)
 
 
+def elsewhere(table: object, names: Iterable[str], error: psycopg.errors.WrongObjectType) -> str:
+    """Say where columns can be added that a partition, or a table of a type, cannot get itself."""
+    where = "the table that it is a partition of, or to the type that it is a table of"
+    return f"{table}: {error.diag.message_primary}; add {', '.join(names)} to {where}, or do without"
+
+
 def unencodable(error: psycopg.errors.UntranslatableCharacter, names: Iterable[str]) -> list[str]:
     """Return the names with the character that the database's encoding lacks, which Postgres tells by its bytes."""
     character = bytes.fromhex("".join(_BYTE.findall(error.diag.message_primary or ""))).decode(errors="replace")

@@ -162,7 +162,8 @@ class Envelope(Format):
         self._keeps_missing = missing == "keep"
         self._on_tombstone = on_tombstone
         self._skips_truncate = on_truncate == "skip"
-        self._decimal, self._binary, self._lax = frozenset(decimal), dict(binary or {}), lax
+        self._decimal, self._lax = frozenset(decimal), lax
+        self._binary = {**dict.fromkeys(decimal, "base64"), **(binary or {})}
         # The fields of which a text, where no schema tells, may be a number or the base64 of one.
         self._unsure: frozenset[str] = frozenset()
         # The columns that the fields of a row go to, by the fields' names; of bytes, whose form a schema must tell.

@@ -475,7 +475,7 @@ class _Key:
         columns = table.pick([name for name in key if name in paths])
         self._readers = {c.name: checked(c, reading) for c in columns}
         self._encoded = {c.name for c in columns if reading.is_special(c) or base_name(c) == "bytea"}
-        self._binary = reading.binary
+        self._binary = {**dict.fromkeys(reading.decimal, "base64"), **reading.binary}
         self._by_field = {paths[c.name][-1]: c for c in columns}
         self._shape = Shape({c.name: ((paths[c.name][-1],), Raw) for c in columns})
 

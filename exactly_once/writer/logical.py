@@ -17,6 +17,7 @@ from .codec import BYTEA
 from .codecs import name_of
 from .errors import BadRow, cut, short
 from .json_shape import NULL, NULL_DOCUMENT, UNAVAILABLE, Path, Shape, fields_in, refuse_malformed
+from .json_values import TIMES
 from .numbers import scaled
 from .table import Column
 from .times import BEYOND, EPOCH, span_of
@@ -29,6 +30,8 @@ Convert = Callable[[bytes, "Column | None"], bytes]
 # So many schemas are kept: of many topics, a few each.
 _SHAPES = 256
 NUMBERS = ("int2", "int4", "int8", "float4", "float8", "numeric")
+# Of which a text could be the base64 of other bytes.
+_WITHOUT_BYTES = frozenset((*NUMBERS, *TIMES, "oid", "bool", "money", "uuid", "bit", "varbit", "macaddr", "macaddr8"))
 # Hexadecimal that is the base64 of other bytes, too.
 _HEX_OR_BASE64 = re.compile(rb'"(?:(?:[\da-f]{4})+|(?:[\dA-F]{4})+)"')
 
@@ -60,13 +63,20 @@ def converted(
 ) -> Row:
     """Write the values of a row as what they stand for, for the columns of the same names as fields.
 
-    ``binary`` is the form that text has for some columns of bytes; what the schema says is bytes comes in base64.
+    ``binary`` is the form that text for some columns has, of bytes or of the bytes of a number. What the schema says is
+    bytes comes in base64.
 
-    :raises BadRow: for a value that is not of the type that the schema says.
+    :raises BadRow: for a value that is not of the type that the schema says, or bytes for a column that holds none.
     """
     conversions = _conversions(schema) if schema is not None else {}
-    if schema is not None and binary and (in_hex := {f for f, c in columns.items() if binary.get(c.name) == "hex"}):
-        conversions = conversions | {n: _hex for n in in_hex if (each := schema.of(n)) and each.type == "bytes"}
+    for name in _plain_bytes(schema) & columns.keys() if schema is not None else ():
+        column, form = columns[name], (binary or {}).get(columns[name].name)
+        if form == "hex":
+            conversions = {**conversions, name: _hex}
+        elif form is None and _type(column) in _WITHOUT_BYTES and row.get(name, NULL) not in (NULL, UNAVAILABLE):
+            # Their base64 may look like a value of the column.
+            what = f"{short(row[name].decode())} are bytes, as the schema says, and {column.type_name} holds none"
+            raise BadRow(f"{what}: make the column bytea", column=name)
     for name, convert in conversions.items():
         if row.get(name, NULL) not in (NULL, UNAVAILABLE):
             try:
@@ -183,6 +193,13 @@ def types_in_key(key: bytes | None) -> dict[Path, str]:
     """Return the types of columns that the schema of a key tells; none where it has no schema."""
     schema, _ = opened(key)
     return {} if schema is None else types_of(schema)
+
+
+@lru_cache(_SHAPES)
+def _plain_bytes(schema: Schema) -> frozenset[str]:
+    """Find the fields of an object that are bytes, and stand for nothing else."""
+    plain = (each.field for each in schema.fields if each.type == "bytes" and each.name not in _LOGICAL)
+    return frozenset(name for name in plain if name is not None)
 
 
 @lru_cache(_SHAPES)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import re
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -35,6 +36,8 @@ _TRAILER = b"\xff\xff"
 _CHUNK = 256
 # The server stores one part while the next one is made.
 _PART_BYTES = 64 * 1024
+# That of JSON, behind no backslash of its own.
+_ESCAPED_NUL = re.compile(r"(?<!\\)(?:\\\\)*\\u0000")
 _ESCAPES = str.maketrans({"\\": "\\\\", "\t": "\\t", "\n": "\\n", "\r": "\\r"})
 
 
@@ -211,18 +214,22 @@ class Plan:
             except Exception as error:  # noqa: BLE001 - whatever a decoder raises is about its message
                 return _bad(error, origins, index, None)
             if type(row) is Tombstone:
+                if any(isinstance(value, str) and "\0" in value for value in row):
+                    what = f"text in Postgres holds no NUL, so no row has this key: {cut(tuple(row))}"
+                    return BadRow(what, message=origin(origins, index), row=index)
                 continue
             if len(row) != len(self.names):
                 return BadRow(
                     f"{len(row)} values for {len(self.names)} columns", message=origin(origins, index), row=index
                 )
-            for name, codec, value in zip(self.names, self.codecs, row, strict=True):
+            for name, column, codec, value in zip(self.names, self.columns, self.codecs, row, strict=True):
                 if value is None or isinstance(value, Missing):
                     continue
                 try:
                     converted = codec.convert(value)
                     # Also within a list or record. The driver names nothing, and Postgres not always the column.
-                    if "\0" in (codec.as_text(converted) or ""):
+                    text = codec.as_text(converted) or ""
+                    if "\0" in text or (name_of(column.type_oid) == "jsonb" and _ESCAPED_NUL.search(text)):
                         raise ValueError(
                             f'text in Postgres holds no NUL; nul = "strip" takes it out of JSON: {cut(value)}'
                         )

@@ -17,7 +17,7 @@ from exactly_once.errors import ConfigurationError
 from exactly_once.ledger.session import Connection
 
 from .changes import Row
-from .ddl import add_columns, can_be_column, unencodable
+from .ddl import add_columns, can_be_column, elsewhere, unencodable
 from .decoding import Decoded, Decoder
 from .errors import BadRow, TableChanged, TableError, cut, place_of
 from .table import ABROAD, Table, alter, read_table
@@ -189,9 +189,7 @@ class TableSink:
             except psycopg.errors.InsufficientPrivilege as error:
                 raise TableError(f"{table}: only its owner adds columns: {error}") from error
             except psycopg.errors.WrongObjectType as error:
-                found, names = error.diag.message_primary, ", ".join(self._to_add)
-                where = "the table that it is a partition of, or to the type that it is a table of"
-                raise TableError(f"{table}: {found}; add {names} to {where}, or leave out evolve") from error
+                raise TableError(elsewhere(table, self._to_add, error)) from error
             except psycopg.errors.TooManyColumns as error:
                 # No message is at fault: the fields go to the column for the rest, or are counted, as they do
                 # without evolve.

@@ -377,11 +377,11 @@ class TableWriter:
         if line is None and origins is not None and len(origins) == 1:
             line = 0
         reason = error.diag.message_primary or str(error)
+        if error.diag.message_detail:
+            reason = f"{reason} ({error.diag.message_detail})"
         has_nul = any(nul in reason for nul in ("0x00", "\\u0000"))
         if (line is None or (has_nul and column is None)) and (bad := plan.find_bad(rows, origins)) is not None:
             return bad
-        if error.diag.message_detail:
-            reason = f"{reason} ({error.diag.message_detail})"
         if has_nul:
             reason += '; nul = "strip" takes NUL out of JSON'
         return BadRow(

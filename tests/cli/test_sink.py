@@ -215,6 +215,17 @@ def test_columns_are_added_by_request_only(operate: Command, bootstrap_servers: 
     assert rows(db, source, "id, name") == [(0, "n0"), (1, "n1")]
 
 
+def test_a_partition_gets_its_columns_elsewhere(
+    operate: Command, bootstrap_servers: str, source: str, db: Database
+) -> None:
+    db.execute(f"CREATE TABLE {source}_all (id int) PARTITION BY RANGE (id)")
+    db.execute(f"CREATE TABLE {source} PARTITION OF {source}_all DEFAULT")
+    send(bootstrap_servers, source, payments(2))
+    refused = operate("sink", "--topic", source, "--table", source, "--add-columns", "--until-end")
+    assert refused.code == 1
+    assert "; add id, name, amount, at to the table that it is a partition of, or to the type" in refused.err
+
+
 @pytest.mark.parametrize(
     ("options", "said"),
     [

@@ -23,6 +23,7 @@ from exactly_once import (
     NoProgress,
     Redelivered,
     TransactionAborted,
+    TransactionBusy,
     TransactionEnded,
     Unit,
     UnitNotFinished,
@@ -110,12 +111,46 @@ def test_rollbacks_without_an_end_are_told_and_end_the_loop(
             with own.transaction(force_rollback=True), unit.join(own):
                 record(unit, "test")
 
-    with pytest.raises(NoProgress, match=rf"rolled back {2 * TRIES} times in a row"):
+    with pytest.raises(NoProgress, match="are rolled back each time, nothing committed for"):
         serve()
-    assert attempts == list(range(1, 2 * TRIES + 1))
+    monkeypatch.undo()
+    with own.transaction(force_rollback=True), next(units).join(own) as unit:
+        attempts.append(unit.attempt)
+    assert attempts == list(range(1, 2 * TRIES + 2)), "it goes on with the same messages"
     (told,) = [r for r in caplog.records if getattr(r, "action", "") == "joined_rolled_back"]
-    assert (told.levelname, f"rolled back {TRIES} times" in told.message) == ("WARNING", True)
+    assert (told.levelname, f"{TRIES} times with the same messages" in told.message) == ("WARNING", True)
     assert scene.applied() == []
+    finish(units, own)
+    scene.assert_exact()
+
+
+@pytest.mark.parametrize("is_resolved", [False, True])
+def test_a_thread_that_comes_behind_the_joined_commit_is_told_of(
+    scene: Scene, units: Units, own: Own, *, is_resolved: bool
+) -> None:
+    def use(unit: Unit) -> None:
+        with ThreadPoolExecutor(1) as pool:
+            assert isinstance(pool.submit(unit.execute, "SELECT 1").exception(60), UnitNotFinished)
+
+    unit = next(units)
+    joined(unit, own)
+    own.commit()
+    if is_resolved:
+        joined(next(units), own)
+        own.commit()
+    use(unit)
+    with pytest.raises(TransactionBusy, match="behind its COMMIT, so what it was to store is lost"):
+        next(units)
+    finish(units, own)
+    scene.assert_exact()
+
+
+def test_a_thread_that_comes_behind_a_joined_rollback_loses_nothing(scene: Scene, units: Units, own: Own) -> None:
+    unit = next(units)
+    joined(unit, own)
+    own.rollback()
+    with ThreadPoolExecutor(1) as pool:
+        assert isinstance(pool.submit(unit.execute, "SELECT 1").exception(60), UnitNotFinished)
     finish(units, own)
     scene.assert_exact()
 

@@ -86,9 +86,9 @@ def test_a_thread_that_comes_behind_the_block_is_told_of_and_ends_the_service(
 ) -> None:
     """Nobody looks at the future in which its error is."""
     late: list[Future[object]] = []
-    slow = scene.table("number int")
+    slow, body = scene.table("number int"), "BEGIN PERFORM pg_sleep(1); RETURN NULL; END"
     scene.query(f"""
-        CREATE FUNCTION slow_{scene.topic}() RETURNS trigger LANGUAGE plpgsql AS 'BEGIN PERFORM pg_sleep(1); RETURN NULL; END';
+        CREATE FUNCTION slow_{scene.topic}() RETURNS trigger LANGUAGE plpgsql AS '{body}';
         CREATE CONSTRAINT TRIGGER slow AFTER INSERT ON {slow} DEFERRABLE INITIALLY DEFERRED
             FOR EACH ROW EXECUTE FUNCTION slow_{scene.topic}()""")
 

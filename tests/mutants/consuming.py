@@ -407,8 +407,8 @@ CONSUMING = (
         (
             "used-at-commit",
             "what a thread does while its unit commits is lost, and nothing tells of it",
-            "                if self.is_used_late:  #",
-            "                if False:  #",
+            "        if self.is_used_late:  #",
+            "        if False:  #",
         ),
     ),
     *each(

@@ -886,8 +886,18 @@ WRITING = (
         (
             "hex-told",
             "bytes of a schema are stored as others, as their base64 looks like hexadecimal",
-            "if schema is not None and binary and (in_hex",
-            "if schema is None and binary and (in_hex",
+            '        if form == "hex":\n            conversions',
+            "        if False:\n            conversions",
+        ),
+    ),
+    *each(
+        "exactly_once/writer/logical.py",
+        ("tests/writer/test_registry.py::test_bytes_of_a_schema_are_no_value_that_their_base64_looks_like",),
+        (
+            "bytes-as-number",
+            "bytes of a schema are stored as the number, time or truth that their base64 looks like",
+            "elif form is None and _type(column) in _WITHOUT_BYTES",
+            "elif form is not None and _type(column) in _WITHOUT_BYTES",
         ),
     ),
     *each(
@@ -896,8 +906,8 @@ WRITING = (
         (
             "nul-within",
             "a NUL within an array or JSON, which the driver refuses, is found in no row: nothing goes on",
-            'if "\\0" in (codec.as_text(converted) or ""):',
-            'if isinstance(converted, str) and "\\0" in converted:',
+            'if "\\0" in text or (',
+            'if (isinstance(converted, str) and "\\0" in converted) or (',
         ),
     ),
     *each(

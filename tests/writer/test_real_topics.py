@@ -303,6 +303,12 @@ def test_a_key_that_is_no_text_is_refused_by_name(work: Connection, make_table: 
         sink.write(work, messages(None, key=b"\0\0\0\0\1\x02a"))
 
 
+def test_a_key_in_json_that_holds_nul_is_refused_by_its_message(work: Connection, make_table: MakeTable) -> None:
+    sink = TableSink(make_table("(id text PRIMARY KEY)"), decoder=JsonDecoder(), mode="upsert")
+    with pytest.raises(BadRow, match=r"t\[1\] offset 0: .*NUL.*a.x00"):
+        sink.write(work, messages(None, key=b'{"id": "a\\u0000"}'))
+
+
 def test_many_keys_that_only_postgres_compares_take_few_statements(
     work: Connection, make_table: MakeTable, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -305,6 +305,38 @@ def test_bytes_of_a_schema_are_no_text_to_which_an_option_applies(registry: Stan
     assert rows(db, name) == [(bytes.fromhex("00ff10ab"),) * 2]
 
 
+def test_the_bytes_of_a_decimal_are_none_of_an_option(registry: StandIn, db: Database, name: str) -> None:
+    db.execute(f"CREATE TABLE {name} (v bytea)")
+    schema = record("V", v=logical("bytes", "decimal", precision=9, scale=2))
+    sent = avro(registry.add(json.dumps(schema)), schema, {"v": Decimal("-150.25")})
+    with pytest.raises(BadRow, match=r"column v: .*-150\.25"):
+        write(db, name, registry, message(sent), binary={"v": "hex"})
+
+
+@pytest.mark.parametrize(
+    ("kind", "text", "options"),
+    [
+        ("int", "1234", {}),
+        ("numeric", "1234", {}),
+        ("time", "1234", {}),
+        ("date", "20231114", {}),
+        ("boolean", "true", {"lax": True}),
+        ("float8", "1234", {"lax": True}),
+        ("timestamptz", "1234", {"epoch": {"v": "s"}}),
+        ("uuid", "a0eebc999c0b4ef8bb6d6bb9bd380a11", {}),
+        ("bit varying", "1010", {}),
+    ],
+)
+def test_bytes_of_a_schema_are_no_value_that_their_base64_looks_like(
+    kind: str, text: str, options: dict[str, Any], registry: StandIn, db: Database, name: str
+) -> None:
+    db.execute(f"CREATE TABLE {name} (v {kind})")
+    schema = record("V", v="bytes")
+    sent = avro(registry.add(json.dumps(schema)), schema, {"v": base64.b64decode(text)})
+    with pytest.raises(BadRow, match=f'column v: "{text}" are bytes, as the schema says, and .* make the column bytea'):
+        write(db, name, registry, message(sent), **options)
+
+
 @pytest.mark.parametrize(
     ("kind", "unit", "told", "sent", "expected"),
     [

@@ -713,6 +713,7 @@ def test_bytes_that_are_no_text_are_bad_whatever_the_mode(
     ("kind", "bad"),
     [
         *((kind, value) for kind in ("json", "jsonb") for value in (b'"\0"', '"\0"')),
+        *(("jsonb", value) for value in (b'{"a": "\\u0000"}', '"\\\\\\u0000"', {"a": ["\0"]})),
         *((kind, value) for kind in ("text", "varchar(9)", "name", '"char"') for value in (b"\0", "\0")),
         ("text[]", ["x", "a\0"]),
         ("text[]", '{"a\0"}'),
