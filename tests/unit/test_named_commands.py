@@ -19,4 +19,4 @@ def test_whatever_a_group_and_a_topic_are_called_the_command_is_about_them(group
     reset.add_parser(parser.add_subparsers(parser_class=CommandParser))
     named = reset_command(group_id, "-Odd Schema", Partition(topic, 3)).removesuffix("N") + "7"
     found = parser.parse_args(shlex.split(named)[1:])
-    assert (found.group_id, found.topic, found.partition, found.schema) == (group_id, topic, 3, "-Odd Schema")
+    assert (found.group_id, found.topic, found.partition, found.schema) == (group_id, topic, [3], "-Odd Schema")
