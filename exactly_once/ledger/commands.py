@@ -37,10 +37,13 @@ def after_halt(group_id: str, schema: str, partition: Partition, next_offset: in
     if not partition.counts_batches:
         return f"Decide which offset is right, then: {reset_command(group_id, schema, partition)}"
     batch_id = next_offset or 0
-    reset = command("reset", group_id, schema, "--topic", partition.topic, "--to-batch")
+    keep, again = (
+        command("reset", group_id, schema, "--topic", partition.topic, "--to-batch", last)
+        for last in (batch_id, batch_id - 1)
+    )
     return (
-        f"Look whether the rows of batch {batch_id} are in the table. If they are there and right: {reset} {batch_id}; "
-        f"if they are not, or once you have taken them out: {reset} {batch_id - 1}"
+        f"Look whether the rows of batch {batch_id} are in the table. If they are there and right: {keep}; if they are "
+        f"not, or once you have taken them out: {again}"
     )
 
 
