@@ -64,6 +64,9 @@ class Mark(NamedTuple):
 class NotKafka(ConfigurationError):
     """A source whose offsets are not Kafka's."""
 
+    is_beside_kafka = False
+    """Whether those of another one are."""
+
 
 class OffsetLog:
     """The checkpoint of one query, as far as offsets are concerned."""
@@ -200,13 +203,16 @@ class OffsetLog:
 def parse_offsets(text: bytes, location: str) -> dict[Partition, int]:
     """Read the ends of all Kafka sources from a file of the offset log."""
     found: dict[Partition, int] = {}
-    for line in _sources(text, location).values():
+    lines = _sources(text, location).values()
+    for line in lines:
         offsets = _kafka_offsets(line)
         if not offsets and line != _NOTHING_YET:
-            raise NotKafka(
+            error = NotKafka(
                 f"the query has a source whose offsets are not Kafka's ({line[:60]}), so nobody can tell which of its "
                 "rows were written; say ledger='batch-id'"
             )
+            error.is_beside_kafka = any(map(_kafka_offsets, lines))
+            raise error
         if twice := found.keys() & offsets.keys():
             raise ConfigurationError(
                 f"two sources of the query read {min(twice)}; its rows come twice, so offsets cannot tell which were "

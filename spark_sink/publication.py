@@ -34,7 +34,7 @@ from .attempt import Attempt, Part, Work, log_set_aside
 from .define import define, log
 from .errors import RowsOutOfOrder, StageLost
 from .frame import columns_of
-from .offset_log import OffsetLog, on_disk
+from .offset_log import NotKafka, OffsetLog, on_disk
 from .options import Options
 from .owners import Owners, ask, claim, grant_of, tell_odd
 from .ranges import NO_PLACE, PLACES, ObservedRange, Range, looked_through, one_batch, refuse_older, remaining, spans
@@ -281,9 +281,13 @@ class StagedCommit:
         ), is_known
 
     def _ranges(self, chunks: Iterable[Chunk]) -> list[Range]:
-        """Return what the batch covers, from the checkpoint where it can be had."""
+        """Return what the batch covers, from the checkpoint where it can be had, and has Kafka's offsets."""
         if self._log is not None:
-            return self._log.ranges(self._batch.batch_id)
+            try:
+                return self._log.ranges(self._batch.batch_id)
+            except NotKafka as error:
+                if error.is_beside_kafka:
+                    raise
         return looked_through((span for chunk in chunks for span in chunk.spans), self._ended)
 
     def _rows(self, chunks: Iterable[Chunk]) -> Iterable[pa.Table]:
