@@ -42,7 +42,7 @@ from exactly_once.ledger.session import Begun
 
 from .database import REGISTER, Connection, Database, ShortCount, Transaction, Violation, Waits
 from .kafka import Client, Hiccup
-from .scheduler import WORKER, Killed
+from .scheduler import Killed
 
 if TYPE_CHECKING:
     from .world import World
@@ -577,13 +577,14 @@ class Clock:
 
     def __init__(self) -> None:
         self.now = 0.0
+        self._thread = threading.get_ident()
 
     def monotonic(self) -> float:
         return self.now
 
     def sleep(self, seconds: float) -> None:
         # Threads that others have left in this process, such as one of Spark's, must not turn without a pause.
-        if threading.current_thread().name != WORKER:
+        if threading.get_ident() != self._thread:
             _really_sleep(seconds)
             return
         self.now += seconds
