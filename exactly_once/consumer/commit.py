@@ -318,13 +318,15 @@ class CommitProtocol:
 
     def used_late(self, unit: Unit) -> None:
         """Take note that a thread has used a unit that was committed: what it was to store is lost."""
-        if self.refusal is None:
+        if not unit.is_loss_told:
+            unit.is_loss_told = True
             reset = reset_command(self.ledger.group_id, self.ledger.session.schema, unit.advances[0].partition)
-            self.refusal = errors.TransactionBusy(
+            refusal = errors.TransactionBusy(
                 f"a thread of the handler used {unit!r} behind its COMMIT, so what it was to store is lost. Wait for "
                 f"all threads before the handler returns; then decide which messages are to be read again: {reset}"
             )
-            logger.error("%s", self.refusal, extra=self._about("used_late", several=unit.advances))
+            logger.error("%s", refusal, extra=self._about("used_late", several=unit.advances))
+            self.refusal = self.refusal or refusal
 
     def _committed(self, unit: Unit, *, commit_seconds: float | None = None) -> None:
         with self.ownership.changing():

@@ -538,15 +538,15 @@ class ExactlyOnceConsumer:
         if self._unit is not None:
             units.record_activity()  # it may have taken long, and in a thread nothing was fetched meanwhile
         with self._ownership.changing():
-            self._unit = self._find_unit(units)
+            unit = self._unit = self._find_unit(units)
         self._observer.record_poll()
-        if self._unit is None:
+        if unit is None:
             self._refuse()
-        if self._assignment.failures and self._unit is None:
-            raise self._assignment.failures.popleft()
-        if self._unit is None and not self._stopping.is_set:
-            units.refuse_bad()
-        return self._unit
+            if self._assignment.failures:
+                raise self._assignment.failures.popleft()
+            if not self._stopping.is_set:
+                units.refuse_bad()
+        return unit
 
     def _refuse(self) -> None:
         if (refusal := self._commits.refusal) is not None:

@@ -101,7 +101,6 @@ class Unit:
         self.stage = Stage.NEW
         # Whose fault it was that the unit failed.
         self.fault: Fault | None = None
-        # How many messages became dead letters.
         # What it has made dead letters of, and why, for the log when it has committed.
         self.letters: list[tuple[Message, str]] = []
         # Whether the handler has asked the unit for its connection, or for what goes over it.
@@ -112,6 +111,8 @@ class Unit:
         self.is_connection_used = False
         # Whether a thread of the handler has used it behind the block; if it commits, that is lost.
         self.is_used_late = False
+        # Whether that was logged.
+        self.is_loss_told = False
         # Whether its owner was told that the next one was asked for before its end.
         self.is_told = False
         # Whether Kafka took partitions of it while it was open.

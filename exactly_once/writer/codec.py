@@ -7,6 +7,7 @@ true and a datetime for its date. So whatever is handed to them is looked at her
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import UTC, date, datetime, time, timedelta
@@ -27,6 +28,8 @@ Naive = Literal["refuse", "utc"]
 
 TEXT = registry["text"].oid
 BYTEA = registry["bytea"].oid
+# A NUL as JSON escapes it, or several, behind no backslash of its own; jsonb holds none.
+ESCAPED_NUL = re.compile(rb"(?<!\\)((?:\\\\)*)(?:\\u0000)+")
 _NONE = type(None)
 
 _FAR_ZONE = timedelta(hours=16)

@@ -19,7 +19,7 @@ import msgspec
 from msgspec import Meta
 
 from . import changes
-from .codec import Naive
+from .codec import ESCAPED_NUL, Naive
 from .codecs import codec_of, name_of
 from .errors import cut, short
 from .json_shape import NULL, NULL_DOCUMENT, UNAVAILABLE, fields_in
@@ -75,7 +75,6 @@ _UNITS: dict[Epoch, Decimal] = {
 _FROM, _TO = 7305 * _DAY, 47_482 * _DAY
 # All that Postgres holds is far below in each unit.
 _LARGEST_EXPONENT = 30
-_NUL_ESCAPE = re.compile(rb"(?<!\\)((?:\\\\)*)(?:\\u0000)+")
 _TEXT: msgspec.json.Decoder[str] = msgspec.json.Decoder(str)
 _LIST: msgspec.json.Decoder[list[msgspec.Raw]] = msgspec.json.Decoder(list[msgspec.Raw])
 _BASE64 = re.compile(rb'"(?:[A-Za-z0-9+/]{4})*[A-Za-z0-9+/]{2}(?:==|[A-Za-z0-9+/]=|[A-Za-z0-9+/]{2})"')
@@ -236,7 +235,7 @@ def text_of(raw: bytes, *, strips: bool = False) -> str:
 
 def stripped(raw: bytes) -> bytes:
     """Take NUL out of the texts in JSON."""
-    return _NUL_ESCAPE.sub(rb"\1", raw)
+    return ESCAPED_NUL.sub(rb"\1", raw)
 
 
 def shown(raw: bytes) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import re
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -19,7 +18,7 @@ from psycopg.pq import Format
 from exactly_once.ledger.session import ADAPTERS
 
 from .changes import MISSING, Missing, Row, Tombstone
-from .codec import Codec, Naive
+from .codec import ESCAPED_NUL, Codec, Naive
 from .codecs import codec_of, name_of
 from .errors import BadRow, TableError, cut, origin
 from .table import Column, OnMissing, Table
@@ -36,8 +35,6 @@ _TRAILER = b"\xff\xff"
 _CHUNK = 256
 # The server stores one part while the next one is made.
 _PART_BYTES = 64 * 1024
-# That of JSON, behind no backslash of its own.
-_ESCAPED_NUL = re.compile(r"(?<!\\)(?:\\\\)*\\u0000")
 _ESCAPES = str.maketrans({"\\": "\\\\", "\t": "\\t", "\n": "\\n", "\r": "\\r"})
 
 
@@ -229,7 +226,7 @@ class Plan:
                     converted = codec.convert(value)
                     # Also within a list or record. The driver names nothing, and Postgres not always the column.
                     text = codec.as_text(converted) or ""
-                    if "\0" in text or (name_of(column.type_oid) == "jsonb" and _ESCAPED_NUL.search(text)):
+                    if "\0" in text or (name_of(column.type_oid) == "jsonb" and ESCAPED_NUL.search(text.encode())):
                         raise ValueError(
                             f'text in Postgres holds no NUL; nul = "strip" takes it out of JSON: {cut(value)}'
                         )

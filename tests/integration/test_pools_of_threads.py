@@ -116,6 +116,23 @@ def test_a_thread_that_comes_behind_the_block_is_told_of_and_ends_the_service(
     scene.assert_exact()
 
 
+def test_each_unit_that_was_used_late_is_logged(
+    scene: Scene, pool: ThreadPoolExecutor, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Also where the next iteration has something to raise already."""
+    units, done = iter(scene.consumer(max_messages=5)), []
+    for _ in range(2):
+        with next(units) as unit:
+            record(unit, "test")
+        done.append(unit)
+    for unit in done * 2:
+        with pytest.raises(UnitNotFinished):
+            pool.submit(unit.execute, "SELECT 1").result(60)
+    assert [r.levelname for r in caplog.records if getattr(r, "action", "") == "used_late"] == ["ERROR"] * 2
+    with pytest.raises(TransactionBusy, match="behind its COMMIT"):
+        next(units)
+
+
 def test_a_thread_that_is_not_waited_for_is_the_handlers_mistake(scene: Scene, pool: ThreadPoolExecutor) -> None:
     def store(unit: Unit) -> None:
         record(unit, "test")

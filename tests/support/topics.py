@@ -17,10 +17,11 @@ _NOT_YET = {
     KafkaError.NOT_LEADER_FOR_PARTITION,
     KafkaError.UNKNOWN_LEADER_EPOCH,
     KafkaError.UNKNOWN_TOPIC_OR_PART,
+    KafkaError._TRANSPORT,
     KafkaError._UNKNOWN_PARTITION,
     KafkaError._UNKNOWN_TOPIC,
 }
-"""What is answered for a partition that was made a moment ago."""
+"""What is answered for a partition that was made a moment ago, and by a client that has not connected again yet."""
 
 
 def create_topic(
@@ -139,13 +140,13 @@ def produce_header_name(bootstrap_servers: str, topic: str, value: bytes, name: 
 
 
 def _answers(admin: AdminClient, topic: str, partitions: int) -> bool:
-    found = admin.list_topics(topic, timeout=60).topics[topic].partitions.values()
-    if len(found) != partitions or not all(p.leader >= 0 and p.error is None for p in found):
-        return False
     # The metadata names a leader before that broker knows: it refuses with "not leader for partition", and not every
     # request is repeated by the client.
     asked = {TopicPartition(topic, n): OffsetSpec.earliest() for n in range(partitions)}  # type: ignore[no-untyped-call]
     try:
+        found = admin.list_topics(topic, timeout=60).topics[topic].partitions.values()
+        if len(found) != partitions or not all(p.leader >= 0 and p.error is None for p in found):
+            return False
         for answer in admin.list_offsets(asked, request_timeout=60).values():
             answer.result(timeout=60)
     except KafkaException as error:
