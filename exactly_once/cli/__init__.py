@@ -36,13 +36,23 @@ _RUNS = ("demo", "soak", "verify")
 _DEMO_EXTRA = "pip install 'kafka-exactly-once[demo]'"
 
 
+class _Nowhere(io.TextIOWrapper):
+    """Stands for a stream that was closed before we began; it has its number, which the next file would get."""
+
+    has_lost = False  # whether anything was written to it
+
+    def __init__(self) -> None:
+        super().__init__(open(os.devnull, "wb"))  # noqa: PTH123, SIM115
+
+    def write(self, text: str) -> int:
+        self.has_lost = True
+        return super().write(text)
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code; argparse itself exits with 2 on a wrong command line."""
     given = sys.argv[1:] if argv is None else list(argv)
-    # A stream that was closed before we began is None, and its number would be that of the next file.
-    is_closed = sys.stdout is None
-    if is_closed or sys.stderr is None:
-        sys.stdout, sys.stderr = (stream or open(os.devnull, "w") for stream in (sys.stdout, sys.stderr))  # noqa: PTH123, SIM115
+    sys.stdout, sys.stderr = (stream or _Nowhere() for stream in (sys.stdout, sys.stderr))
     # What the terminal's encoding lacks is escaped, as on stderr: what was done must not end as an error.
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")
@@ -71,8 +81,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         code = int(_module(args.command).run(args))
         # Here and not at exit, where a reader that has left could no longer be told from another problem.
         sys.stdout.flush()
-        if is_closed and (done := getattr(args, "done", None)):
-            return _fail(f"stdout is closed: the result is not written, but {done}")
+        if isinstance(sys.stdout, _Nowhere) and sys.stdout.has_lost:
+            done = getattr(args, "done", None)
+            return _fail("stdout is closed: the result is not written" + (f", but {done}" if done else ""))
         return code
     except BrokenPipeError:
         # Whoever read our output has left.

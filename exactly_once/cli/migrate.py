@@ -7,7 +7,7 @@ import argparse
 import psycopg
 
 from exactly_once.ledger import migrate as schemas
-from exactly_once.ledger.session import address
+from exactly_once.ledger.session import Connection, address
 from exactly_once.ledger.sql import grants
 
 from . import options, output
@@ -20,6 +20,7 @@ Make the schema of the ledger or bring it up to date, in one transaction; safe t
 deployments at once. With --role that role is granted what a consumer needs, and no more; it must exist.
 With --sql nothing is asked or changed: the statements for a new schema are printed, for whoever may run
 them:  exactly-once migrate --sql --role bank_worker | psql -v ON_ERROR_STOP=1 ..."""
+_NOT_GRANTED = "01007"  # the state of that warning of Postgres
 _HEAD = "-- The schema of kafka-exactly-once, and what a role needs to consume with it. The role must exist.\n"
 
 
@@ -33,10 +34,33 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     options.add_common(parser)
 
 
+def _grant(connection: Connection, schema: str, role: str) -> None:
+    """Grant what a worker needs.
+
+    :raises CommandError: for what our own role may not grant, which Postgres only warns of.
+    """
+    refused: list[str] = []
+
+    def take_note(notice: psycopg.errors.Diagnostic) -> None:
+        if notice.sqlstate == _NOT_GRANTED:
+            refused.append(str(notice.message_primary))
+
+    connection.add_notice_handler(take_note)
+    try:
+        connection.execute("SET LOCAL client_min_messages = warning")
+        connection.execute(grants(schema, role))
+    finally:
+        connection.remove_notice_handler(take_note)
+    if refused:
+        raise CommandError(f"{refused[0]} to role {role}; nothing was done. The owner of schema {schema} may grant it")
+
+
 def run(args: argparse.Namespace) -> int:
     settings = options.settings(args)
     if args.role is not None and (not args.role or "\0" in args.role):
         raise UsageError("--role is not the name of a role")
+    if args.role == "public":  # also in quotes
+        raise UsageError("--role public would let everybody move offsets; name the role that consumes")
     if args.sql:
         text = f"{_HEAD}BEGIN;\n\n{schemas.as_sql(settings.schema, args.role or _ROLE)}\nCOMMIT;\n"
         if args.json:
@@ -57,7 +81,7 @@ def run(args: argparse.Namespace) -> int:
                     "give `exactly-once migrate --sql` to somebody who may run it"
                 ) from error
             if args.role is not None:
-                session.connection.execute(grants(settings.schema, args.role))
+                _grant(session.connection, settings.schema, args.role)
     done = f"ran migration{'s' if len(ran) > 1 else ''} {', '.join(map(str, ran))}"
     if not ran:
         done = f"nothing to do, version {schemas.VERSION} is there"

@@ -168,6 +168,25 @@ def test_a_role_that_is_not_there_undoes_the_whole_migration(
     assert admin.execute("SELECT to_regnamespace(%s)", (f'"{schema}"',)).fetchone() == (None,)
 
 
+def test_what_may_not_be_granted_is_an_error(
+    command: Command, printed_schema: str, worker_conninfo: str, role: str, admin: Db
+) -> None:
+    """Postgres warns, and grants nothing; a deployment that ends well would have workers that cannot begin."""
+    admin.execute(sql.SQL("ALTER ROLE {} SET client_min_messages = error").format(sql.Identifier(role)))
+    where = ["--conninfo", worker_conninfo, "--schema", printed_schema]
+    refused = command("migrate", *where, "--role", "pg_monitor")
+    assert refused.code == 1
+    assert f'no privileges were granted for "{printed_schema}" to role pg_monitor; nothing was done' in refused.err
+    assert f"The owner of schema {printed_schema} may grant it" in refused.err
+
+
+def test_nothing_is_granted_to_everybody(command: Command, postgres_conninfo: str, schema: str) -> None:
+    for where in (["--conninfo", postgres_conninfo], ["--sql"]):
+        refused = command("migrate", *where, "--schema", schema, "--role", "public")
+        assert refused.code == 2
+        assert "would let everybody move offsets" in refused.err
+
+
 @pytest.fixture
 def printed_schema(command: Command, admin: Db, schema: str, role: str) -> str:
     """A schema that was made by the printed statements, and by nothing else."""
