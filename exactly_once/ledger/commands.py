@@ -23,7 +23,14 @@ def command(action: str, group_id: str | None, schema: str, *more: object) -> st
             words[-1] += f"={word}"  # else it would be taken for an option
         else:
             words.append(word)
-    return shlex.join(words)
+    return " ".join(map(_quoted, words))
+
+
+def _quoted(word: str) -> str:
+    """Quote for bash and zsh; what does not show, such as the end of a line, is escaped."""
+    if word.isprintable():
+        return shlex.quote(word)
+    return "$'" + "".join(c if c.isprintable() and c not in "\\'" else f"\\U{ord(c):08x}" for c in word) + "'"
 
 
 def reset_command(group_id: str, schema: str, partition: Partition) -> str:
