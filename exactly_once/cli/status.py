@@ -59,6 +59,8 @@ class Line:
     stored: Stored
     log: Log | None = None
     problem: str | None = None
+    stable_end: int | None = None
+    """Where the log ends for those who read committed messages, if a transaction that is open hides more of it."""
 
     @property
     def lag(self) -> int | None:
@@ -66,6 +68,16 @@ class Line:
         if self.log is None or self.stored.next_offset is None or self.stored.next_offset > self.log.end:
             return None
         return self.log.end - self.stored.next_offset
+
+    @property
+    def wait(self) -> str | None:
+        """Say what all of the lag waits for, if it waits."""
+        if self.stable_end is None or (self.stored.next_offset or 0) < self.stable_end:
+            return None
+        return (
+            f"is applied up to offset {self.stable_end}, where a transaction of a producer is open; "
+            "the rest comes when it ends"
+        )
 
     def complaint(self, schema: str) -> str | None:
         """Say what is wrong, and what mends it."""
@@ -271,8 +283,9 @@ def _print(report: Report) -> None:
         if cells:
             output.print_table(_HEADER, cells, give=(_OWNER, _PARTITION))
         for line in group.lines:
-            if complaint := line.complaint(report.schema):
-                output.print_lines(f"{line.stored.place} {complaint}", indent="! ")
+            complaint = line.complaint(report.schema)
+            if text := complaint or line.wait:
+                output.print_lines(f"{line.stored.place} {text}", indent="! " if complaint else "")
         if group.claims is not None:
             output.print_lines(_claims_text(group.claims))
     if report.queries:
@@ -312,7 +325,7 @@ def _troubles(report: Report, args: argparse.Namespace) -> list[str]:
             if complaint := line.complaint(report.schema):
                 found.append(f"{place}: {complaint}")
             if (line.lag or 0) > max_lag:
-                found.append(f"{place}: lag {line.lag} is above {max_lag}")
+                found.append(f"{place}: lag {line.lag} is above {max_lag}" + (f"; it {line.wait}" if line.wait else ""))
             elif line.stored.next_offset is None and line.log and line.log.end - line.log.start > max_lag:
                 unread = line.log.end - line.log.start
                 found.append(f"{place}: no worker has started it, and its log holds {unread} offsets, above {max_lag}")
@@ -366,6 +379,7 @@ def beside_logs(
     # The brokers refuse to be asked for partitions that are not there.
     there = {row.place for row in rows if row.topic in topics and row.partition < topics[row.topic].partitions}
     logs = cluster.logs(sorted(there))
+    stable_ends = cluster.ends(sorted(place for place, log in logs.items() if log.start < log.end))
     lines = []
     for row in rows:
         topic, log = topics.get(row.topic), logs.get(row.place)
@@ -395,7 +409,9 @@ def beside_logs(
             problem = deleted(row, schema)
         elif row.next_offset is None and not row.owned and log.start < log.end and (row.group_id, row.place) in known:
             problem = "has messages and no offset, and nobody who starts it: the log of the worker that tried says why"
-        lines.append(Line(row, log, problem))
+        stable = stable_ends.get(row.place)
+        hides = log is not None and stable is not None and stable < log.end  # asked later, it may also be beyond
+        lines.append(Line(row, log, problem, stable if hides else None))
     return sorted(lines, key=_order)
 
 
@@ -412,6 +428,7 @@ def _document(report: Report, troubles: list[str] | None) -> dict[str, Any]:
                 "owner": line.stored.owner,
                 "log_start": line.log.start if line.log else None,
                 "log_end": line.log.end if line.log else None,
+                "stable_end": line.stable_end,
                 "lag": line.lag,
                 "problem": line.problem,
             }

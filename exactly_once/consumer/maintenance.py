@@ -6,6 +6,7 @@ consumer then keeps polling and calls it again.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import random
 import time
@@ -49,6 +50,8 @@ _BAD_MOST_SECONDS = 3600.0
 # How long a member without partitions waits until it believes that: longer than two heartbeats, in which others are
 # asked to give up and do it. Only under the eager protocol does Kafka report it once and for all.
 SETTLE_SECONDS = 10.0
+# For how long a transaction must have been open until that is told: the default of a producer's transaction.timeout.ms.
+OPEN_SECONDS = 60.0
 # How often what Kafka holds of the group is compared with the ledger: each time is a request to its coordinator.
 COMPARE_SECONDS = 10.0
 # How long that request may take, for which the loop stands still.
@@ -109,6 +112,8 @@ class Maintenance:
         self._hurried: dict[str, float] = {}
         # When the rows are read again without a lock, to notice a reset or a failover.
         self._next_rows = 0.0
+        # When open transactions are looked for.
+        self._next_hidden = 0.0
         # When there is something to do though nothing happened.
         self._next_run = 0.0
         # When the run began that goes on now.
@@ -162,6 +167,7 @@ class Maintenance:
         self._acquire()
         self._compare_origins(client)
         self._check_rows()
+        self._notice_hidden(client)
         self._examine_suspects()
         self._reject_unreadable()
         self._position(client)
@@ -628,6 +634,34 @@ class Maintenance:
             self._buffer.discard()
         # Only now: a look that was cut short tells nothing.
         self._next_rows = time.monotonic() + RECHECK_SECONDS
+
+    def _notice_hidden(self, client: Consumer) -> None:
+        """Tell of a transaction that a producer leaves open: of its log nothing is delivered from there on."""
+        now = time.monotonic()
+        if now < self._next_hidden:
+            return
+        self._next_hidden = now + RECHECK_SECONDS
+        for partition, state in self.ownership.states.items():
+            high = -1
+            if state.positioned and state.log_end >= state.position:
+                with contextlib.suppress(KafkaException):  # the client has it no more, which an event will say
+                    high = client.get_watermark_offsets(TopicPartition(*partition), cached=True)[1]
+            if high <= state.log_end:
+                state.hidden = None
+            elif state.hidden is None or state.hidden[0] != state.log_end:
+                state.hidden = state.log_end, now
+            elif now - state.hidden[1] >= OPEN_SECONDS and not state.is_hidden_told:
+                state.is_hidden_told = True
+                logger.warning(
+                    "%s: a transaction of a producer is open at offset %s for %.0f s or longer; its messages and those "
+                    "behind it come when it ends, to offset %s. Kafka's command kafka-transactions.sh finds and ends "
+                    "one whose producer is gone; this is logged once for each partition that is assigned",
+                    partition,
+                    state.log_end,
+                    now - state.hidden[1],
+                    high,
+                    extra=self._about("transaction_open", partition=partition, offset=state.log_end),
+                )
 
     def _move(self, ends: Iterable[Advance]) -> None:
         """Move the ledger to ends of logs; where it is refused, the next look at the rows tells why."""

@@ -94,6 +94,10 @@ class PartitionState:
     """Where the client met the end of the log since it was positioned, or -1."""
     log_ended_at: float = 0.0
     """When it did, on the monotonic clock."""
+    hidden: tuple[int, float] | None = None
+    """At which end of the log for us it holds more, in a transaction that is open or behind it; seen since when."""
+    is_hidden_told: bool = False
+    """Whether such a transaction was logged."""
     gaps: dict[int, int] = field(default_factory=dict)
     """Where the log has gaps in what was fetched and not committed: the offset after each, and the one before it."""
     unreadable: str | None = None

@@ -25,6 +25,7 @@ _AS_BOOL = {"true": True, "1": True, "false": False, "0": False}
 _DEFAULTS = {"isolation.level": "read_committed", "fetch.queue.backoff.ms": 10}
 _RESETS = {"earliest": ("earliest", "smallest", "beginning"), "latest": ("latest", "largest", "end")}
 _CALLBACKS = ("error_cb", "stats_cb", "throttle_cb", "on_commit")
+_RECEIVE, _RECEIVE_BYTES = "receive.message.max.bytes", 100_000_000  # librdkafka's default
 _CONSUMER_ONLY = re.compile(
     r"group\.|session\.|heartbeat\.|max\.poll\.|enable\.auto|auto\.|fetch\.|queued\.|isolation\.|check\.crcs"
     r"|partition\.assignment|enable\.partition|coordinator\.query|consume\.callback|max\.partition|offset\.store"
@@ -76,7 +77,12 @@ def callbacks(kafka: Mapping[str, Any]) -> dict[str, Callable[..., Any]]:
 
 def admin_settings(kafka: Mapping[str, Any]) -> dict[str, Any]:
     """Return the settings that an admin client shares with the consumer: where and as whom."""
-    return {k: v for k, v in kafka.items() if k not in _CALLBACKS and not _CONSUMER_ONLY.match(k)}
+    settings = {k: v for k, v in kafka.items() if k not in _CALLBACKS and not _CONSUMER_ONLY.match(k)}
+    if str(limit := settings.get(_RECEIVE)).isdecimal():
+        # No consumer is made with less than ``fetch.max.bytes``, which is left out here; those beside the main one have
+        # its default.
+        settings[_RECEIVE] = max(int(limit), _RECEIVE_BYTES)
+    return settings
 
 
 def is_incremental(kafka: Mapping[str, Any]) -> bool:

@@ -12,7 +12,7 @@ from typing import Any
 
 import psycopg
 import pytest
-from confluent_kafka import Consumer, TopicPartition
+from confluent_kafka import Consumer, Producer, TopicPartition
 from psycopg.conninfo import make_conninfo
 
 from exactly_once import NoCommittedOffset
@@ -26,9 +26,9 @@ from tests.support.waiting import until
 
 Db = psycopg.Connection[Any]
 KEYS = {
-    "group_id", "topic", "partition", "next_offset", "log_start", "log_end", "lag", "leader_epoch", "cluster_id",
-    "topic_id", "owned", "owner", "owner_kind", "owner_name", "owner_instance", "owner_epoch", "acquired_at",
-    "advanced_at", "advanced_seconds_ago", "halted", "problem",
+    "group_id", "topic", "partition", "next_offset", "log_start", "log_end", "stable_end", "lag", "leader_epoch",
+    "cluster_id", "topic_id", "owned", "owner", "owner_kind", "owner_name", "owner_instance", "owner_epoch",
+    "acquired_at", "advanced_at", "advanced_seconds_ago", "halted", "problem",
 }  # fmt: skip
 
 
@@ -46,6 +46,27 @@ def test_the_document_has_stable_keys_and_the_lag_by_position(
     assert found == [(name, 0, 10, 12, 2), (name, 1, 10, 11, 1)]
     assert all(0 <= p["advanced_seconds_ago"] < 60 for p in result.partitions)
     assert [p["problem"] for p in result.partitions] == [None, None]
+
+
+def test_a_lag_behind_an_open_transaction_is_told_from_one_of_a_slow_worker(
+    operate: Command, consumed: str, bootstrap_servers: str, name: str
+) -> None:
+    producer = Producer({"bootstrap.servers": bootstrap_servers, "transactional.id": name})
+    producer.init_transactions(60)
+    producer.begin_transaction()
+    for partition in range(2):
+        producer.produce(consumed, "open", partition=partition)
+    producer.flush(60)
+    produce(bootstrap_servers, consumed, 4, 2, start=20)
+    waits = "is applied up to offset 10, where a transaction of a producer is open; the rest comes when it ends"
+    found = operate("status", "--json").partitions
+    assert [(p["log_end"], p["stable_end"], p["lag"], p["problem"]) for p in found] == [(13, 10, 3, None)] * 2
+    assert re.sub(r"\s+", " ", operate("status").out).count(waits) == 2
+    checked = operate("status", "--check", "--max-lag", "2")
+    assert (checked.code, checked.out.count(f"lag 3 is above 2; it {waits}")) == (1, 2)
+    assert operate("status", "--check").code == 0
+    producer.abort_transaction(60)
+    until(lambda: "transaction of a producer" not in operate("status").out, 30, "the markers")
 
 
 def test_the_owner_is_shown_while_it_owns(operate: Command, topic: str, name: str, make_consumer: MakeConsumer) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from confluent_kafka import Producer, TopicPartition
@@ -14,7 +15,7 @@ from tests.integration.scene import actions
 from tests.support import journal
 from tests.support.topics import create_topic, produce, until_end
 from tests.support.waiting import until
-from tests.support.worker import drain, ensure_journal
+from tests.support.worker import drain, ensure_journal, record
 
 pytestmark = pytest.mark.usefixtures("unhurried")
 
@@ -134,6 +135,46 @@ def test_open_transaction_ends_the_reading_and_loses_nothing(
     verdict = journal.check(conninfo, bootstrap_servers, topic)
     assert verdict.exact, verdict
     producer.begin_transaction()
+
+
+@pytest.mark.fault("C9")
+@pytest.mark.parametrize("end", ["commit", "none"])
+def test_a_transaction_is_told_of_that_stays_open_and_none_that_ends(  # noqa: PLR0917 - fixtures
+    end: str,
+    make_consumer: MakeConsumer,
+    producer: Producer,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+    bootstrap_servers: str,
+) -> None:
+    """Of those that end there is one or another open nearly always."""
+    monkeypatch.setattr("exactly_once.consumer.maintenance.OPEN_SECONDS", 1.5)
+    monkeypatch.setattr("exactly_once.consumer.maintenance.RECHECK_SECONDS", 0.1)
+    topic = create_topic(bootstrap_servers, 1)
+    produce(bootstrap_servers, topic, 10, 1)
+
+    def publish() -> None:
+        for number in range(8):
+            producer.begin_transaction()
+            producer.produce(topic, str(100 + number), partition=0)
+            producer.flush(60)
+            if end == "none":
+                produce(bootstrap_servers, topic, 10, 1, start=10)
+                return
+            time.sleep(0.7)
+            producer.commit_transaction(60)
+        producer.begin_transaction()  # which the fixture ends
+
+    with make_consumer(max_messages=5) as consumer, ThreadPoolExecutor(1) as pool:
+        consumer.subscribe([topic])
+        published = pool.submit(publish)
+        consumer.run(lambda unit: record(unit, "test"), idle_seconds=4)
+        published.result(60)
+    told = [r.getMessage() for r in caplog.records if getattr(r, "action", "") == "transaction_open"]
+    assert len(told) == (end == "none")
+    if told:
+        assert f"{topic}[0]: a transaction of a producer is open at offset 10 for" in told[0]
+        assert "to offset 21" in told[0]
 
 
 def test_latest_does_not_step_over_an_open_transaction(

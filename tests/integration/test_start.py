@@ -143,6 +143,13 @@ def test_adopted_group_goes_on_by_the_ledger_not_by_kafka(
     assert f"exactly-once reset --group-id {name} --topic {topic} --to-committed" in told[1]
 
 
+def test_limits_of_memory_are_as_good_as_for_a_plain_consumer(make_consumer: MakeConsumer, topic: str) -> None:
+    """Clients beside the main one have the limit of an answer, and not that of a fetch, which fits into it."""
+    with make_consumer({"receive.message.max.bytes": "2000000", "fetch.max.bytes": 1_000_000}) as consumer:
+        consumer.subscribe([topic])
+        assert drain(consumer) == 30
+
+
 def test_committed_without_an_offset_starts_an_empty_log_at_its_beginning(
     make_consumer: MakeConsumer, bootstrap_servers: str, name: str
 ) -> None:

@@ -155,6 +155,10 @@ class Client:
             self._world.clock.now += timeout
         return messages
 
+    def get_watermark_offsets(self, partition: TopicPartition, *, cached: bool) -> tuple[int, int]:
+        assert cached
+        return 0, self._world.logs[Partition(partition.topic, partition.partition)].end
+
     def _serve(self) -> None:
         while self._answers and not self._world.fault("a commit's answer is late", 0.2):
             error, offsets = self._answers.popleft()
