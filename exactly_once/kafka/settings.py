@@ -78,7 +78,7 @@ def callbacks(kafka: Mapping[str, Any]) -> dict[str, Callable[..., Any]]:
 def admin_settings(kafka: Mapping[str, Any]) -> dict[str, Any]:
     """Return the settings that an admin client shares with the consumer: where and as whom."""
     settings = {k: v for k, v in kafka.items() if k not in _CALLBACKS and not _CONSUMER_ONLY.match(k)}
-    if str(limit := settings.get(_RECEIVE)).isdecimal():
+    if (limit := str(settings.get(_RECEIVE))).isdecimal():
         # No consumer is made with less than ``fetch.max.bytes``, which is left out here; those beside the main one have
         # its default.
         settings[_RECEIVE] = max(int(limit), _RECEIVE_BYTES)

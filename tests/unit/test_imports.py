@@ -48,7 +48,7 @@ PURE = {
     "consumer.outcomes": set[str](),
     "consumer.partitions": set[str](),
     "errors": {"psycopg"},
-    "kafka.kinds": {"math", "types"},
+    "kafka.kinds": {"functools", "math", "types"},
     "kafka.origin": set[str](),
     "ledger.conflict": set[str](),
     "ledger.outcome": {"psycopg", "re"},
