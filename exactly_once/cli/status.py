@@ -379,7 +379,9 @@ def beside_logs(
     # The brokers refuse to be asked for partitions that are not there.
     there = {row.place for row in rows if row.topic in topics and row.partition < topics[row.topic].partitions}
     logs = cluster.logs(sorted(there))
-    stable_ends = cluster.ends(sorted(place for place, log in logs.items() if log.start < log.end))
+    # Of a partition that is applied to its end a transaction hides nothing.
+    behind = {r.place for r in rows if r.place in logs and (r.next_offset or 0) < logs[r.place].end}
+    stable_ends = cluster.ends(sorted(behind))
     lines = []
     for row in rows:
         topic, log = topics.get(row.topic), logs.get(row.place)

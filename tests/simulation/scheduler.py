@@ -21,7 +21,7 @@ class Actor:
 
     def __init__(self, name: str, run: Callable[[], None], parent: greenlet) -> None:
         self.name = name
-        self.is_dead = self.is_frozen = self.has_ended = False
+        self.is_dead = self.is_frozen = False
         self.greenlet = greenlet(run, parent)
 
 
@@ -48,7 +48,6 @@ class Scheduler:
             except BaseException as error:  # noqa: BLE001 - reported by run()
                 self.failure = self.failure or error
                 self._end()
-            actor.has_ended = True
             self.actors.remove(actor)
 
         actor = Actor(name, job, self._main)
@@ -80,7 +79,7 @@ class Scheduler:
         while self.running is not None:
             actor = self.running
             actor.greenlet.switch()
-            if actor.has_ended:
+            if actor.greenlet.dead:
                 self.running = self._choose()
         if self.failure is not None:
             raise self.failure
