@@ -24,8 +24,20 @@ _STATEFUL = (
 )
 # What operators that keep no row for later are called, also in the checkpoint: each comes in its message's batch.
 _KEEP_KEYS = ("StreamingDeduplicate", "StreamingGlobalLimit", "dedupe", "globalLimit")
-# How logical operators are called that pick rows by looking at others.
-_CHOOSING = ("Aggregate", "Deduplicate", "Distinct", "GlobalLimit", "LocalLimit", "Offset", "Sample", "Tail")
+# The logical operators that make each row of one row, or move rows; all others may pick rows by looking at others.
+# A function that gets an iterator or a table does what it likes: Spark does not show it.
+_BY_ROW = frozenset(
+    (
+        *("CTERelationDef", "CollectMetrics", "DataFrameDropColumns", "EventTimeWatermark", "Expand", "Filter"),
+        *("Generate", "Join", "LateralJoin", "MapInArrow", "MapInPandas", "Project", "PythonMapInArrow"),
+        *("RebalancePartitions", "Repartition", "RepartitionByExpression", "ResolvedHint", "ScriptTransformation"),
+        *("Sort", "Subquery", "SubqueryAlias", "Union", "UpdateEventTimeWatermarkColumn", "View", "Window"),
+        *("WindowInPandas", "WithCTE", "WriteToMicroBatchDataSource", "WriteToMicroBatchDataSourceV1"),
+    )
+)
+# A row of these comes from one of the inputs; a row of any other operator with two is made of both.
+_ONE_OF_ITS_INPUTS = ("Union", "WithCTE")
+_STREAM = -1  # among the numbers of RDDs: what a stream's source reads
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,22 +76,14 @@ class StreamQuery:
 
         Operators of the query and of the frame are looked at; behind ``rdd``, ``toPandas`` and the like none is seen.
         """
+        batch = self._execution.lastExecution().toRdd().id()
         plans = self._execution.analyzedPlan(), frame._jdf.queryExecution().analyzed()  # noqa: SLF001
-        choosing = stateful or [
-            name
-            for plan in plans
-            for node in _nodes(plan)
-            if (name := _name(node)).startswith(_CHOOSING)
-            or (
-                name == "Filter"
-                and (not node.deterministic() or any(_name(below) == "Window" for below in _nodes(node)))
-            )
-        ]
+        choosing = stateful or [name for plan in plans for name in _choosing(plan, batch)]
         if choosing:
             raise FrameError(
                 f"transaction='partition' needs rows that depend on their own message alone, and {', '.join(choosing)} "
-                "looks at others: an attempt that is run again could pick other rows, when some are written already. "
-                "Say transaction='batch'"
+                "may look at others: an attempt that is run again could pick other rows, when some are written "
+                "already. Say transaction='batch'"
             )
 
 
@@ -120,11 +124,50 @@ def _answered(ask: Callable[[], Any]) -> Any:
         return None
 
 
+def _choosing(plan: Any, batch: int) -> list[str]:
+    """Name the operators of an analyzed plan that may pick rows of the batch by looking at others of it.
+
+    What is read of RDDs may be made of the batch, and counts; a join may have the same dimension twice, not the batch.
+    """
+    choosing: list[str] = []
+    defined: dict[int, set[int]] = {}  # what common table expressions read, which come before what refers to them
+
+    def read_by(node: Any) -> set[int]:
+        name = _name(node)
+        inputs = [read_by(each) for each in (*_items(node.children()), *_items(node.subqueries()))]
+        if name == "LogicalRDD":
+            return {node.rdd().id()}
+        if name == "CTERelationRef":
+            return defined[node.cteId()]
+        if not inputs:
+            return {_STREAM} if node.isStreaming() else set()
+        read = set().union(*inputs)
+        if name == "CTERelationDef":
+            defined[node.id()] = read
+        if (
+            (name not in _BY_ROW and read)
+            or (name not in _ONE_OF_ITS_INPUTS and sum(batch in each for each in inputs) > 1)
+            or (
+                name == "Filter"
+                and (not node.deterministic() or any(_name(below).startswith("Window") for below in _nodes(node)))
+            )
+        ):
+            choosing.append(name)
+        return read
+
+    read_by(plan)
+    return choosing
+
+
 def _nodes(plan: Any) -> Iterator[Any]:
     yield plan
-    children = plan.children()
-    for number in range(children.size()):
-        yield from _nodes(children.apply(number))
+    for child in _items(plan.children()):
+        yield from _nodes(child)
+
+
+def _items(sequence: Any) -> Iterator[Any]:
+    """Give what a sequence of Scala holds."""
+    return map(sequence.apply, range(sequence.size()))
 
 
 def _name(node: Any) -> str:

@@ -16,7 +16,7 @@ from confluent_kafka import TIMESTAMP_CREATE_TIME, TIMESTAMP_LOG_APPEND_TIME
 from exactly_once._log import named
 from exactly_once._model import Partition
 from exactly_once.consumer.options import Isolation
-from exactly_once.consumer.replay import Replay
+from exactly_once.consumer.replay import Replay, ReplayStopped
 from exactly_once.consumer.unit import Unit
 from exactly_once.errors import (
     ConfigurationError,
@@ -32,7 +32,7 @@ from exactly_once.ledger.session import Session
 
 from . import options, output
 from .named import Named
-from .problems import CommandError, CommandParser, UsageError
+from .problems import CommandError, CommandParser, UsageError, one_line
 from .servers import open_database
 
 _DESCRIPTION = """\
@@ -175,6 +175,12 @@ def _replay(
                 outcome["outcome"] = _REPLAYED if replaying.replay(letter, handler) else _SETTLED
             except _ENDS:
                 raise
+            except ReplayStopped as stopped:
+                raise CommandError(
+                    f"{note}; at {letter.place} (dead letter {letter.id}) the server or the connection failed, not the "
+                    f"handler, so those behind it were not begun: {one_line(stopped.__cause__ or stopped)}; the same "
+                    "command goes on with what is still dead then"
+                ) from stopped
             # It is the handler's, and the letter is as dead as before. Whoever leaves by another status means that.
             except (Exception, SystemExit) as error:
                 if isinstance(error, SystemExit) and error.code:

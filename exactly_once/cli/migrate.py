@@ -75,6 +75,7 @@ def run(args: argparse.Namespace) -> int:
         with session.connection.transaction():
             try:
                 ran = schemas.migrate(session.connection, settings.schema)
+                version = schemas.version(session.connection, settings.schema)
             except psycopg.errors.InsufficientPrivilege as error:
                 raise CommandError(
                     f"{error.diag.message_primary}: who migrates needs CREATE ON DATABASE, or owns the schema; or "
@@ -84,9 +85,9 @@ def run(args: argparse.Namespace) -> int:
                 _grant(session.connection, settings.schema, args.role)
     done = f"ran migration{'s' if len(ran) > 1 else ''} {', '.join(map(str, ran))}"
     if not ran:
-        done = f"nothing to do, version {schemas.VERSION} is there"
+        done = f"nothing to do, version {version} is there"
     notes = [f"schema {settings.schema} in {where}: {done}"]
     notes += [] if args.role is None else [f"role {args.role} may consume with it"]
-    found = {"database": where, "schema": settings.schema, "version": schemas.VERSION, "migrations": ran}
+    found = {"database": where, "schema": settings.schema, "version": version, "migrations": ran}
     output.show(args, {**found, "role": args.role}, (), (), notes=notes, done=done)
     return 0

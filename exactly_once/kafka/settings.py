@@ -71,8 +71,15 @@ def client_id(name: str | None) -> str:
 
 
 def callbacks(kafka: Mapping[str, Any]) -> dict[str, Callable[..., Any]]:
-    """Return the caller's own callbacks."""
-    return {name: kafka[name] for name in _CALLBACKS if callable(kafka.get(name))}
+    """Return the caller's own callbacks.
+
+    :raises ConfigurationError: for one that cannot be called.
+    """
+    given = {name: kafka[name] for name in _CALLBACKS if kafka.get(name) is not None}
+    for name, callback in given.items():
+        if not callable(callback):
+            raise ConfigurationError(f"{name}={callback!r} is refused: it is no function. Leave the key out.")
+    return given
 
 
 def admin_settings(kafka: Mapping[str, Any]) -> dict[str, Any]:

@@ -71,6 +71,12 @@ def check(connection: Connection, schema: str = DEFAULT_SCHEMA) -> None:
     _refuse_too_new(connection, schema, found)
 
 
+def version(connection: Connection, schema: str = DEFAULT_SCHEMA) -> int | None:
+    """Return the version of the schema that is there, which may be newer than this release."""
+    found = _installed(connection, schema)
+    return None if found is None else found[0]
+
+
 def refuse_lost(session: LedgerSession, error: BaseException) -> None:
     """Say what happened if ``error`` comes from a schema that is gone behind a good start; else return.
 

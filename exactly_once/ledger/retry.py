@@ -99,13 +99,26 @@ def waiting(seconds: float, *, group_id: str) -> tenacity.Retrying:
     return _bounded(seconds, _may_start_later, partial(_log, group_id))
 
 
+def trying(count: int, is_worth: Callable[[BaseException], bool], *, group_id: str) -> tenacity.Retrying:
+    """Return a retrier of whole transactions that calls so often while the error is worth it, and logs each wait."""
+    return _retrier(tenacity.stop_after_attempt(count), is_worth, partial(_log, group_id))
+
+
 def _bounded(
     seconds: float, retry: Callable[[BaseException], bool], before_sleep: Callable[..., None] | None = None
+) -> tenacity.Retrying:
+    return _retrier(tenacity.stop_after_delay(seconds), retry, before_sleep)
+
+
+def _retrier(
+    stop: tenacity.stop.stop_base,
+    retry: Callable[[BaseException], bool],
+    before_sleep: Callable[..., None] | None,
 ) -> tenacity.Retrying:
     return tenacity.Retrying(
         retry=tenacity.retry_if_exception(retry),
         wait=BACKOFF,
-        stop=tenacity.stop_after_delay(seconds),
+        stop=stop,
         before_sleep=before_sleep,
         reraise=True,
     )

@@ -386,8 +386,9 @@ def row_missing(group_id: str, schema: str, partition: Partition) -> LedgerRowMi
     """Describe a row that should be there."""
     return LedgerRowMissing(
         f"the ledger has no row of {partition} for group {group_id!r}, and has had one or has others of the topic: it "
-        "was deleted, or a failover lost it. One that a failover lost is made again; if it stays away, restore it, or "
-        f"give it an offset with: {reset_command(group_id, schema, partition)}"
+        "was deleted, a failover lost it, or a policy of row-level security hides it from this role. One that a "
+        "failover lost is made again; if it stays away, restore it, or give it an offset with: "
+        f" {reset_command(group_id, schema, partition)}"
     )
 
 

@@ -280,8 +280,9 @@ def _name_role(error: BaseException) -> None:
     """Add to a refusal behind the handler what it mostly comes from; one of a deferred statement has a note already."""
     if isinstance(error, psycopg.errors.InsufficientPrivilege) and not hasattr(error, "__notes__"):
         error.add_note(
-            "raised behind the handler, when the offsets were to be moved: by its role, if it has left SET LOCAL ROLE "
-            "behind. RESET ROLE before it returns"
+            "raised behind the handler, when the offsets were to be moved: its role has no grant on the ledger, or no "
+            "more (`exactly-once migrate --sql --role NAME` prints the grants), or the handler has left SET LOCAL ROLE "
+            "behind (RESET ROLE before it returns)"
         )
 
 

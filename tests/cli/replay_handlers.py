@@ -6,6 +6,7 @@ Each writes what it was given into `replayed`, which has no keys: what happens t
 from __future__ import annotations
 
 import os
+import socket
 
 import psycopg
 
@@ -114,3 +115,61 @@ def drop_the_others(unit: Unit) -> None:
             "WHERE topic = %s AND (partition, message_offset) <> (%s, %s)",
             (dead.topic(), dead.partition(), dead.offset()),
         )
+
+
+def meet_conflicts(unit: Unit) -> None:
+    """Lose against another transaction at first, and each time at offset 4."""
+    apply(unit)
+    is_first = not _met
+    _met.append(unit.attempt)
+    if is_first or unit.messages[0].offset() == 4:
+        fail_with(unit, "40001")
+
+
+def lose_connection_at_4(unit: Unit) -> None:
+    """Lose the connection, of which the server says nothing, and tell it in words of a framework."""
+    apply(unit)
+    if unit.messages[0].offset() == 4:
+        with socket.socket(fileno=os.dup(unit.connection.fileno())) as wire:
+            wire.shutdown(socket.SHUT_RDWR)
+        try:
+            unit.execute("SELECT 1").fetchone()
+        except psycopg.Error as error:
+            raise RuntimeError("the database driver failed") from error
+
+
+def find_data_corrupted_at_4(unit: Unit) -> None:
+    """Fail by what is neither the message's nor the handler's."""
+    apply(unit)
+    if unit.messages[0].offset() == 4:
+        fail_with(unit, "XX001")
+
+
+def be_cancelled_at_4(unit: Unit) -> None:
+    """Take longer than the role may."""
+    apply(unit)
+    if unit.messages[0].offset() == 4:
+        fail_with(unit, "57014")
+
+
+def write_read_only_for_odd(unit: Unit) -> None:
+    """Get the state of a standby by a statement of its own."""
+    apply(unit)
+    if (unit.messages[0].offset() or 0) % 2:
+        unit.execute("SET TRANSACTION READ ONLY")
+        apply(unit)
+
+
+def miss_a_table_for_odd(unit: Unit) -> None:
+    """Write into a table that is not there."""
+    apply(unit)
+    if (unit.messages[0].offset() or 0) % 2:
+        unit.execute("INSERT INTO of_nobody VALUES (1)").close()
+
+
+def fail_with(unit: Unit, state: str) -> None:
+    """Raise an error of the server's with this SQLSTATE."""
+    unit.execute(f"DO $$BEGIN RAISE EXCEPTION 'of the test' USING ERRCODE = '{state}'; END$$").close()
+
+
+_met: list[int] = []

@@ -314,6 +314,8 @@ def test_replay_runs_at_the_isolation_of_the_consumer(isolation: str | None, let
         ("ask_for_another_try_of_odd", "Redelivered: the API is away"),
         ("swallow_for_odd", "TransactionAborted: a SQL error was swallowed"),
         ("roll_back_for_odd", "TransactionEnded: the handler ended the transaction"),
+        ("write_read_only_for_odd", "ReadOnlySqlTransaction"),
+        ("miss_a_table_for_odd", "UndefinedTable"),
     ],
 )
 def test_replay_that_fails_again_leaves_the_letter_dead_and_goes_on(
@@ -325,6 +327,38 @@ def test_replay_that_fails_again_leaves_the_letter_dead_and_goes_on(
     assert done.out.splitlines()[-1] == "2 of 4 replayed"
     assert dead.replayed() == [(0, 4), (1, 4)]
     assert dead.statuses() == ["dead", "replayed"] * 2
+
+
+@pytest.mark.parametrize(
+    ("handler", "why"),
+    [
+        ("meet_conflicts", "of the test"),
+        ("lose_connection_at_4", "the database driver failed"),
+        ("find_data_corrupted_at_4", "of the test"),
+        ("be_cancelled_at_4", "of the test"),
+    ],
+)
+def test_replay_ends_where_the_letter_is_not_at_fault(handler: str, why: str, letters: Command, dead: Dead) -> None:
+    done = letters("replay", "--handler", f"{HANDLERS}:{handler}", "--execute")
+    assert done.code == 1
+    assert f"1 of 4 replayed; at {dead.topic}[0] offset 4 (dead letter {dead[0, 4]}) the server" in done.err
+    assert why in done.err
+    assert "failed again" not in done.out
+    assert dead.replayed() == [(0, 3)]
+    assert dead.statuses() == ["replayed", "dead", "dead", "dead"]
+    assert letters("replay", "--handler", f"{HANDLERS}:apply", "--execute").out.endswith("3 of 3 replayed\n")
+    assert dead.replayed() == DEAD
+
+
+def test_replay_ends_before_a_handler_if_the_server_takes_no_writes(
+    letters: Command, dead: Dead, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PGOPTIONS", "-c default_transaction_read_only=on")
+    done = letters("replay", "--handler", f"{HANDLERS}:apply", "--execute")
+    assert (done.code, done.out) == (1, "")
+    assert "0 of 4 replayed; at" in done.err
+    assert "default_transaction_read_only is on" in done.err
+    assert dead.statuses() == ["dead"] * 4
 
 
 def test_replay_as_json(letters: Command, dead: Dead) -> None:

@@ -333,7 +333,12 @@ def test_a_newer_schema_that_this_release_still_reads_is_taken(
     command("migrate", "--conninfo", postgres_conninfo, "--schema", schema)
     admin.execute(sql.SQL("UPDATE {}.version SET version = 99").format(sql.Identifier(schema)))
     assert command("status", "--conninfo", postgres_conninfo, "--schema", schema).code == 0
-    assert command("migrate", "--conninfo", postgres_conninfo, "--schema", schema).code == 0
+    again = command("migrate", "--conninfo", postgres_conninfo, "--schema", schema, "--json")
+    assert (again.code, again.json["version"]) == (0, 99)
+    assert (
+        "nothing to do, version 99 is there"
+        in command("migrate", "--conninfo", postgres_conninfo, "--schema", schema).out
+    )
 
 
 def test_who_may_not_make_a_schema_is_told_what_migrating_needs(

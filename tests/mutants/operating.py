@@ -398,8 +398,30 @@ OPERATING = (
         (
             "replay-committed",
             "a handler that commits by itself is not told of",
-            'if not self.work.is_unknown and self.work.outcome() == "committed":',
+            'if not self.work.is_unknown and self._outcome() == "committed":',
             "if False:",
+        ),
+    ),
+    *each(
+        "exactly_once/consumer/replay.py",
+        ("tests/cli/test_dead_letters.py",),
+        (
+            "replay-servers",
+            "letters are applied before one that the server alone has failed",
+            "return fault in (Fault.CONFLICT, Fault.DURATION) or (",
+            "return False and (",
+        ),
+        (
+            "replay-lost",
+            "a lost connection passes for the letter's failure",
+            "self.is_lost = self.work.is_lost",
+            "",
+        ),
+        (
+            "replay-begin",
+            "a server that takes no writes fails one letter after the other",
+            "return isinstance(error, psycopg.Error)",
+            "return False",
         ),
     ),
     # What a reset says and drops.

@@ -692,4 +692,33 @@ SPARK = (
             "text",
         ),
     ),
+    # What may pick rows by looking at others, where each task commits by itself.
+    *each(
+        "spark_sink/stream_query.py",
+        ("tests/spark/test_plans.py",),
+        (
+            "plan-operators",
+            "an operator that picks rows of a group is taken: loses and doubles",
+            "(name not in _BY_ROW and read)",
+            "name in ('Deduplicate', 'Aggregate', 'GlobalLimit', 'Sample')",
+        ),
+        (
+            "plan-itself",
+            "a join of the batch with itself is taken: loses and doubles",
+            "sum(batch in each for each in inputs) > 1",
+            "False",
+        ),
+        (
+            "plan-dimension",
+            "a dimension that is joined twice is refused",
+            "sum(batch in each for each in inputs) > 1",
+            "sum(map(len, inputs)) > len(set().union(*inputs))",
+        ),
+        (
+            "plan-named",
+            "what a common table expression reads is not looked at: loses and doubles",
+            "return defined[node.cteId()]",
+            "return set()",
+        ),
+    ),
 )

@@ -11,6 +11,7 @@ import psycopg
 import pytest
 from pyspark.sql import functions as F  # noqa: N812
 
+from spark_sink.errors import FrameError
 from tests.spark.scene import Change, Scene
 from tests.spark.source import write_stream
 from tests.support.spark import drain, read_topic
@@ -95,23 +96,87 @@ def test_what_picks_rows_by_looking_at_others_is_refused_with_a_transaction_for_
             scene.run(scene.sink(transaction="partition"), change=change)
         shutil.rmtree(scene.checkpoint)
     by_partition = scene.sink(transaction="partition")
-    refused: dict[str, Change] = {
-        "Deduplicate": lambda frame: frame.dropDuplicates(["value"]),
-        "GlobalLimit": lambda frame: frame.limit(5),
-        "Filter": lambda frame: frame.withColumn("one", F.rand()).where("one < 2").drop("one"),
-        "Aggregate": lambda frame: frame.groupBy("topic", "partition", "offset", "worker").agg(
-            F.max("value").alias("value")
-        ),
-    }
 
     def write(frame: DataFrame, batch_id: int) -> None:
-        for name, pick in refused.items():
-            with pytest.raises(Exception, match=f"FrameError.*{name}|{name}.*looks at others"):
-                # A group of its own: behind a frame that has failed no other one of a batch is taken.
-                scene.sink(transaction="partition", group_id=f"{scene.topic}-{name}")(pick(frame), batch_id)
+        taken, told = [], []
+        for what, picked in picking(frame).items():
+            # A group of its own: behind a frame that has failed no other one of a batch is taken.
+            sink = scene.sink(transaction="partition", group_id=f"{scene.topic}-{what}")
+            try:
+                sink(picked.select(frame.columns), batch_id)
+            except FrameError as error:
+                told.append(str(error))
+            else:
+                taken.append(what)
+        assert taken == []
+        assert all("may look at others" in text for text in told)
         by_partition(frame.repartition(3).withColumn("worker", F.rand().cast("string")), batch_id)
 
     scene.run(write)
+    scene.check()
+
+
+def picking(frame: DataFrame) -> dict[str, DataFrame]:
+    """Make frames of which some row is there because of other rows of the batch, or by chance."""
+    frame.createOrReplaceTempView("batch")
+    sql = frame.sparkSession.sql
+    is_last = "(SELECT 1 FROM batch b WHERE b.value = a.value AND b.offset > a.offset)"
+    return {
+        "dropDuplicates": frame.dropDuplicates(["value"]),
+        "limit": frame.limit(5),
+        "sample": frame.sample(0.5),
+        "by chance": frame.withColumn("one", F.rand()).where("one < 2").drop("one"),
+        "aggregate": frame.groupBy("topic", "partition", "offset", "worker").agg(F.max("value").alias("value")),
+        "one of each": frame.groupBy("value").applyInPandas(lambda rows: rows.head(1), frame.schema),
+        "cogroup": frame.groupBy("value")
+        .cogroup(frame.groupBy("value"))
+        .applyInPandas(lambda rows, _: rows.head(1), frame.schema),
+        "intersect": frame.intersect(frame),
+        "except": frame.exceptAll(frame.where("offset = 0")),
+        "anti join": frame.alias("a").join(
+            frame.alias("b"), F.expr("a.value = b.value AND a.offset < b.offset"), "left_anti"
+        ),
+        "semi join": frame.join(frame.where("offset > 1").select("value"), "value", "left_semi"),
+        "join of a persisted one": frame.persist().join(frame.select("value"), "value", "left_semi"),
+        "not exists": sql(f"SELECT * FROM batch a WHERE NOT EXISTS {is_last}"),
+        "in": sql("SELECT a.* FROM batch a WHERE a.offset NOT IN (SELECT b.offset + 1 FROM batch b)"),
+        "scalar": sql("SELECT a.* FROM batch a WHERE a.offset = (SELECT any_value(b.offset) FROM batch b)"),
+        "lateral": sql("SELECT a.* FROM batch a, LATERAL (SELECT b.value AS other FROM batch b WHERE b.offset > 1)"),
+        "with": sql("WITH others AS (SELECT * FROM batch) SELECT a.* FROM batch a LEFT ANTI JOIN others USING (value)"),
+        "with twice": sql("WITH x AS (SELECT * FROM batch) SELECT a.* FROM x a LEFT SEMI JOIN x b USING (value)"),
+        "qualify": sql("SELECT * FROM batch QUALIFY row_number() OVER (PARTITION BY value ORDER BY `offset`) = 1"),
+    }
+
+
+def test_what_makes_each_row_of_its_message_alone_is_taken_with_a_transaction_for_each_task(scene: Scene) -> None:
+    """Static tables may be joined, twice and with subqueries; neither they nor a union look at others of the batch."""
+    dimension = scene.spark.createDataFrame([(n, str(n)) for n in range(2)], "part int, name string")
+    dimension.cache()
+
+    def table(frame: DataFrame) -> DataFrame:
+        return frame.sparkSession.range(2).selectExpr("cast(id AS int) AS part")
+
+    def change(frame: DataFrame) -> DataFrame:
+        for name in ("one", "other"):
+            names = dimension.select(F.col("part").alias("partition"), F.col("name").alias(name))
+            frame = frame.join(F.broadcast(names), "partition")
+        largest = table(frame).groupBy("part").agg(F.count("*").alias("n")).select(F.col("part").alias("partition"))
+        return frame.join(largest, "partition", "left_semi")
+
+    def write(frame: DataFrame, batch_id: int) -> None:
+        frame.createOrReplaceTempView("batch")
+        table(frame).createOrReplaceTempView("known")
+        frame = frame.sparkSession.sql(
+            "WITH x AS (SELECT * FROM batch) "
+            "SELECT * FROM x WHERE partition IN (SELECT max(part) FROM known GROUP BY part)"
+        )
+        halves = frame.where("offset % 2 = 0").union(frame.where("offset % 2 = 1")).hint("rebalance")
+        mapped = change(halves).select(frame.columns).mapInPandas(lambda frames: frames, frame.schema)
+        sink(mapped.sortWithinPartitions("offset"), batch_id)
+
+    sink = scene.sink(transaction="partition")
+    scene.produce(20)
+    scene.run(write, change=change)
     scene.check()
 
 

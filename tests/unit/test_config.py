@@ -137,6 +137,11 @@ def test_librdkafka_accepts_what_the_client_gets() -> None:
     Consumer(client_settings(KAFKA)).close()
 
 
+def test_a_callback_that_cannot_be_called_is_refused() -> None:
+    with pytest.raises(ConfigurationError, match=r"stats_cb=1 is refused: it is no function"):
+        ExactlyOnceConsumer({**KAFKA, "stats_cb": 1}, conninfo="postgresql:///")
+
+
 def test_callbacks_are_wired_apart_from_the_settings() -> None:
     def callback(*_: object) -> None: ...
 
