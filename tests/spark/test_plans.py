@@ -144,7 +144,9 @@ def picking(frame: DataFrame) -> dict[str, DataFrame]:
         "lateral": sql("SELECT a.* FROM batch a, LATERAL (SELECT b.value AS other FROM batch b WHERE b.offset > 1)"),
         "with": sql("WITH others AS (SELECT * FROM batch) SELECT a.* FROM batch a LEFT ANTI JOIN others USING (value)"),
         "with twice": sql("WITH x AS (SELECT * FROM batch) SELECT a.* FROM x a LEFT SEMI JOIN x b USING (value)"),
-        "qualify": sql("SELECT * FROM batch QUALIFY row_number() OVER (PARTITION BY value ORDER BY `offset`) = 1"),
+        "first by a window": frame.withColumn("row", F.expr("row_number() OVER (PARTITION BY value ORDER BY `offset`)"))
+        .where("row = 1")
+        .drop("row"),
     }
 
 

@@ -30,6 +30,8 @@ SHORT = (
     "test_sink.py::test_a_small_batch_is_written_by_the_driver_and_as_well_guarded",
     "test_faults.py::test_a_worker_that_dies_after_its_commit_is_tried_again_and_writes_nothing_twice",
     "test_batch_ids.py::test_an_aggregation_is_right_through_replays",
+    "test_plans.py::test_what_picks_rows_by_looking_at_others_is_refused_with_a_transaction_for_each_task",
+    "test_plans.py::test_what_makes_each_row_of_its_message_alone_is_taken_with_a_transaction_for_each_task",
 )
 SOURCE = (
     "test_data_source.py::test_every_message_is_written_once_also_where_batches_come_again",
