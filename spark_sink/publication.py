@@ -138,10 +138,12 @@ def register(options: Options, batch: RunBatch) -> None:
                 with session.ledger_transaction(lock_timeout_seconds=LOCK_SECONDS) as (connection, pid):
                     tell = partial(ask, connection, options.group, run_id=batch.run_id)
                     if tell("spark_register").rowcount:
-                        # With offsets a query may have written elsewhere before: they tell what is missing.
+                        # With offsets a query may have written elsewhere before, and an old run of it may have counted
+                        # last: the driver, which reads the checkpoint, finds out what is missing.
                         first = 0 if options.ledger == "batch-id" else batch.batch_id
                         found = owners.take_query(connection, pid, batch.query_id, watcher, first=first)
-                        remaining(one_batch(row, batch.batch_id), {row: found}, options.group)
+                        if options.ledger == "batch-id":
+                            remaining(one_batch(row, batch.batch_id), {row: found}, options.group)
                         tell("spark_hold", held=to_json(owners.held, {}))
                         tell("spark_forget")
             except psycopg.errors.UndefinedTable:
@@ -215,9 +217,13 @@ class StagedCommit:
         batch_id = found if is_job else batch.batch_id
         if published is not None and (is_job or batch_id < published):
             return {}  # done by a call whose answer was lost
-        todo = counted = remaining(one_batch(self._query, batch_id), {self._query: found}, options.group)
         if not is_job:
             self._log = on_disk(options.checkpoint_location, batch.query_id, warns=published is None)
+        ranges, are_whole = self._ranges(chunks) if options.ledger == "offsets" else ([], False)
+        todo: list[Range] = []
+        if not are_whole:  # else they tell what is missing, also where an old run of the query has counted last
+            todo = remaining(one_batch(self._query, batch_id), {self._query: found}, options.group)
+        is_written = not todo
         part, is_known = self._fit(schema, is_first=published is None, is_job=is_job)
         if is_known and options.job_id is not None and options.mode != "replace":
             self._ask("spark_unstage", batch_id=batch.batch_id)
@@ -231,14 +237,12 @@ class StagedCommit:
         fingerprint = None if self._log is None else self._log.fingerprint(batch_id)
         if is_job and options.mode != "replace":
             fingerprint = options.ledger  # what the group's next job is compared with
-        ranges: list[Range] = []
         next_offsets: dict[Partition, int] = {}
         if options.ledger == "offsets":
-            ranges = self._ranges(chunks)
             owners.check_returned(ranges, self._ended)
             next_offsets = owners.take(ranges, batch_id=batch.batch_id)
             todo = remaining(ranges, next_offsets, options.group)
-        elif not counted:
+        elif is_written:
             told = self._ask("spark_fingerprint", query_id=self._name, batch_id=found - 1)
             refuse_older(found, batch_id, told, fingerprint, options.group)
         attempt.work = replace(
@@ -280,15 +284,15 @@ class StagedCommit:
             options=options, table=str(table), columns=columns, has_places=options.ledger == "offsets"
         ), is_known
 
-    def _ranges(self, chunks: Iterable[Chunk]) -> list[Range]:
-        """Return what the batch covers, from the checkpoint where it can be had, and has Kafka's offsets."""
+    def _ranges(self, chunks: Iterable[Chunk]) -> tuple[list[Range], bool]:
+        """Return what the batch covers, and whether the checkpoint says it: it can be had, and has Kafka's offsets."""
         if self._log is not None:
             try:
-                return self._log.ranges(self._batch.batch_id)
+                return self._log.ranges(self._batch.batch_id), True
             except NotKafka as error:
                 if error.is_beside_kafka:
                     raise
-        return looked_through((span for chunk in chunks for span in chunk.spans), self._ended)
+        return looked_through((span for chunk in chunks for span in chunk.spans), self._ended), False
 
     def _rows(self, chunks: Iterable[Chunk]) -> Iterable[pa.Table]:
         """Read what was staged, in the order of offsets where that matters: in memory only where chunks overlap."""

@@ -102,6 +102,11 @@ def short(text: str) -> str:
     return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}... ({len(text)} characters)"
 
 
+def has_name(text: str, name: str) -> bool:
+    """Tell whether a text of Postgres, in any language, has a name in it."""
+    return re.search(rf'(?:^|[ "]){re.escape(name)}(?:$|[ ",:])', text) is not None
+
+
 def way_on(value: bytes | None) -> str:
     """Say what takes a message that is a list, and what is wrong with a text that was cut; nothing of any other."""
     if (value or b"").lstrip().startswith(b"["):

@@ -20,7 +20,7 @@ from exactly_once.ledger.session import ADAPTERS
 from .changes import MISSING, Missing, Row, Tombstone
 from .codec import ESCAPED_NUL, Codec, Naive
 from .codecs import codec_of, name_of
-from .errors import BadRow, TableError, cut, origin
+from .errors import BadRow, TableError, cut, has_name, origin
 from .table import Column, OnMissing, Table
 
 _NONE = type(None)
@@ -197,6 +197,19 @@ class Plan:
         """Tell whether Python compares values as Postgres does: none is a text for the server to read, or is odd."""
         codec = self.codecs[position]
         return codec.wire is not None and not any(codec.is_literal(value) or _is_odd(value) for value in values)
+
+    def column_refusing(self, row: Row, reason: str) -> str | None:
+        """Return the column whose value Postgres refuses for this reason, if just one can be meant.
+
+        Beside COPY it names none: the type is told, or the value, or both.
+        """
+        if type(row) is Tombstone or len(row) != len(self.names):
+            return None
+        pairs = list(zip(self.names, self.columns, row, strict=True))
+        by_type = [name for name, column, _ in pairs if has_name(reason, column.type_name)]
+        by_value = [name for name, _, value in pairs if isinstance(value, str) and f'"{value}"' in reason]
+        both = [name for name in by_type if name in by_value]
+        return next((found[0] for found in (both, by_type, by_value) if len(found) == 1), None)
 
     def find_bad(self, rows: Iterable[Row], origins: Sequence[Message] | None) -> BadRow | None:
         """Look for the row that cannot be made or encoded, one by one; None when all can."""

@@ -165,11 +165,6 @@ def place_in_copy(plan: Plan, context: str) -> tuple[int | None, str | None]:
     return int(found[1]) - 1, next(columns, None)
 
 
-def has_name(text: str, name: str) -> bool:
-    """Tell whether a text of Postgres, in any language, has a name in it."""
-    return re.search(rf'(?:^|[ "]){re.escape(name)}(?:$|[ ",])', text) is not None
-
-
 def _copy(
     cursor: psycopg.Cursor[Any],
     target: sql.Identifier,

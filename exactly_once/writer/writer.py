@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
+from itertools import islice
 from types import MappingProxyType
 from typing import get_args
 
@@ -22,9 +23,9 @@ from exactly_once.ledger.session import Connection
 from .changes import Merge, Row
 from .codec import Naive
 from .decoding import Decoded
-from .errors import BadRow, TableChanged, TableError, UnreadableValue, origin
+from .errors import BadRow, TableChanged, TableError, UnreadableValue, cut, has_name, origin
 from .plan import Plan, Prepared
-from .statements import Conflict, Mode, append, has_name, merge, place_in_copy
+from .statements import Conflict, Mode, append, merge, place_in_copy
 from .table import Column, OnMissing, Table, lock_shape, read_table, refuse_encoding
 from .upsert import Upsert
 
@@ -377,8 +378,12 @@ class TableWriter:
         if line is None and origins is not None and len(origins) == 1:
             line = 0
         reason = error.diag.message_primary or str(error)
+        row = next(islice(rows, line, None), None) if line is not None else None
+        column = error.diag.column_name or column or (plan.column_refusing(row, reason) if row is not None else None)
         if error.diag.message_detail:
             reason = f"{reason} ({error.diag.message_detail})"
+        elif error.diag.datatype_name and row is not None and column in plan.names:  # a domain's own checks
+            reason = f"{reason}: {cut(row[plan.names.index(column)])}"
         has_nul = any(nul in reason for nul in ("0x00", "\\u0000"))
         if (line is None or (has_nul and column is None)) and (bad := plan.find_bad(rows, origins)) is not None:
             return bad
@@ -388,5 +393,5 @@ class TableWriter:
             reason,
             message=origin(origins, line) if line is not None else None,
             row=line,
-            column=error.diag.column_name or column,
+            column=column,
         )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -164,6 +165,19 @@ def test_a_zombie_driver_is_fenced_by_its_successor(
         aim.release()
         assert "Fenced" in zombie.wait("failed")
     assert scene.ledger() == scene.ends()
+    scene.check()
+
+
+def test_a_query_goes_on_behind_an_old_run_of_it_that_has_counted_last(scene: Scene, tmp_path: Path) -> None:
+    """One that stood still before its first batch, or that began with an older copy of the checkpoint."""
+    scene.produce(10)
+    write_stream(scene)
+    shutil.copytree(scene.checkpoint, tmp_path / "old")
+    scene.produce(20)
+    write_stream(scene, per_trigger=5)
+    write_stream(scene, checkpointLocation=str(tmp_path / "old"))
+    scene.produce(10)
+    write_stream(scene)
     scene.check()
 
 

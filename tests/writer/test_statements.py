@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from exactly_once.writer.errors import has_name
 from exactly_once.writer.plan import Plan
-from exactly_once.writer.statements import has_name, place_in_copy
+from exactly_once.writer.statements import place_in_copy
 from exactly_once.writer.table import Column, Table
 
 COLUMNS = ["id", "column", "Zeile 7", "line", 'a, "b": c', "列"]

@@ -10,7 +10,7 @@ import threading
 from collections.abc import Iterator, Sequence
 from datetime import datetime
 from decimal import Decimal
-from typing import Any
+from typing import Any, Literal
 from zoneinfo import ZoneInfo
 
 import psycopg
@@ -542,6 +542,30 @@ def test_triggers_and_other_rules_of_the_table_hold(work: Connection, make_table
     with pytest.raises(BadRow, match=r"orders\[3\] offset 101: negative") as caught:
         TableWriter(table).write(work, [(2, "x"), (-1, "x")], origins=messages(2))
     assert classify(caught.value, connection_lost=False) is Fault.HANDLER
+
+
+@pytest.mark.parametrize("mode", ["append", "upsert"])
+@pytest.mark.parametrize(
+    ("kinds", "row", "told"),
+    [
+        ("a {0}_mood, b text, c {0}_mood", ("glad", "glad", "sad"), 'column a: invalid input value for enum .*"glad"'),
+        ("a {0}_mood, b text, c {0}_mood", ("sad", "x", "x"), 'column c: invalid input value for enum .*"x"'),
+        ("a text, b {0}_small, c int", ("12", 12, 12), r"column b: value for domain .*_check\"(: 12)?$"),
+        ("a text, b text, c {0}_short", ("long", "a", "long"), "column c: value for domain .*_check\"(: 'long')?$"),
+        ("a inet, b inet, c text", ("10.0.0.1", "10.0.0.1/99", "10.0.0.1/99"), "column b: .*10.0.0.1/99"),
+        ("a text, b pg_lsn, c text", ("x", "x", "y"), 'column b: .*"x"'),
+    ],
+)
+def test_what_postgres_refuses_names_column_and_value_also_where_it_names_neither(
+    kinds: str, row: tuple[Any, ...], told: str, mode: Literal["append", "upsert"], work: Connection, make_table: MakeTable, name: str
+) -> None:
+    """Beside COPY it does not say which parameter it was."""
+    work.execute(f"CREATE TYPE {name}_mood AS ENUM ('sad')")
+    work.execute(f"CREATE DOMAIN {name}_small AS int CHECK (VALUE < 10)")
+    work.execute(f"CREATE DOMAIN {name}_short AS text CHECK (length(VALUE) < 3)")
+    work.execute(f"CREATE TABLE {name} (id int PRIMARY KEY, {kinds.format(name)})")
+    with pytest.raises(BadRow, match=rf"^orders\[3\] offset 100: {told}"):
+        TableWriter(name, mode=mode).write(work, [(1, *row)], origins=messages(1))
 
 
 def test_a_table_with_policies_is_written_without_copy(work: Connection, make_table: MakeTable, name: str) -> None:
