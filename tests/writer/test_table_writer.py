@@ -557,7 +557,7 @@ def test_triggers_and_other_rules_of_the_table_hold(work: Connection, make_table
     ],
 )
 def test_what_postgres_refuses_names_column_and_value_also_where_it_names_neither(
-    kinds: str, row: tuple[Any, ...], told: str, mode: Literal["append", "upsert"], work: Connection, make_table: MakeTable, name: str
+    kinds: str, row: tuple[Any, ...], told: str, mode: Literal["append", "upsert"], work: Connection, name: str
 ) -> None:
     """Beside COPY it does not say which parameter it was."""
     work.execute(f"CREATE TYPE {name}_mood AS ENUM ('sad')")
