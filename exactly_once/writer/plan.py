@@ -70,7 +70,7 @@ class Plan:
         unfilled = (c for c in self.table.columns if c.name not in self.names)
         return [c.name for c in unfilled if c.is_not_null and not (c.has_default or c.is_generated or c.is_identity)]
 
-    def positions(self, names: Iterable[str]) -> tuple[int, ...]:
+    def positions(self, names: Sequence[str]) -> tuple[int, ...]:
         """Return where columns are in a row.
 
         :raises TableError: for one that the rows do not have.
@@ -87,11 +87,17 @@ class Plan:
         return Plan(self.table, names, naive=self._naive, missing=self._missing)
 
     def by_columns(
-        self, prepared: Prepared, *, first_wins: Sequence[str] | None = None
+        self,
+        prepared: Prepared,
+        *,
+        first_wins: Sequence[str] | None = None,
+        origins: Sequence[Message] | None = None,
     ) -> Iterator[tuple[Plan, Prepared]]:
         """Split rows by the columns that they have, in the order in which those first appear.
 
         Where the first row of each key ``first_wins`` is to be stored, and it may come twice, no row overtakes another.
+
+        :raises BadRow: for a row that lacks a column of that key, or all columns.
         """
         rows = prepared.rows
         if not self.may_leave_out or not any(MISSING in row for row in rows):
@@ -99,6 +105,8 @@ class Plan:
             return
         rows = list(rows)
         keeps_order = self.table.keeps_order
+        key = self.positions([name for name in first_wins or () if name in self.names])
+        self.refuse_keyless(rows, key, origins, without=(MISSING,))
         if first_wins is not None and not keeps_order:
             # Without a key any constraint may be the one of which two rows are the same.
             positions = self.positions(first_wins)
@@ -116,6 +124,18 @@ class Plan:
             if not present:
                 raise BadRow("a row has none of the columns; there is nothing to store")
             yield self.part([self.names[i] for i in present]), Prepared(some, prepared.is_binary)
+
+    def refuse_keyless(
+        self, rows: Sequence[Row], key: Sequence[int], origins: Sequence[Message] | None, *, without: Sequence[Any]
+    ) -> None:
+        """Refuse a key without a value: it would belong to no row, and come again as another one."""
+        for position in key:
+            values = [row[position] for row in rows]
+            for lacking in without:
+                if lacking in values:
+                    row = values.index(lacking)
+                    at = origin(origins, row)
+                    raise BadRow("the key has no value", message=at, row=row, column=self.names[position])
 
     def prepare(
         self, rows: Sequence[Row], *, exact: Collection[str] = (), origins: Sequence[Message] | None = None

@@ -242,7 +242,7 @@ def _clause(plan: Plan, conflict: Conflict) -> sql.Composable:
     if conflict.newest_by is None:
         return clause
     (newest,) = plan.table.pick([conflict.newest_by])
-    is_newer = sql.SQL(" WHERE t.{0} IS NULL OR EXCLUDED.{0} {1} t.{0}")
+    is_newer = sql.SQL(" WHERE t.{0} IS NOT DISTINCT FROM NULL OR EXCLUDED.{0} {1} t.{0}")
     return clause + is_newer.format(sql.Identifier(newest.name), _operator(">=", newest))
 
 

@@ -28,6 +28,8 @@ from .plan import Plan, Prepared
 from .statements import Conflict, by_key, counts_each, delete_by_key, merge, rank
 from .table import OnMissing
 
+_NO_KEY = (None, MISSING, UNAVAILABLE)
+
 
 class Upsert:
     """Applies changes by key to one table."""
@@ -158,7 +160,7 @@ class Upsert:
         if Tombstone not in set(map(type, changes)):
             prepared = self._plan.prepare(changes, exact=exact, origins=origins)
             rows = list(prepared.rows)
-            self._check_keys(rows, self._rules.key, origins)
+            self._plan.refuse_keyless(rows, self._rules.key, origins, without=_NO_KEY)
             return rows, prepared.is_binary
         is_tombstone = [type(change) is Tombstone for change in changes]
         parts = []
@@ -167,17 +169,9 @@ class Upsert:
             sources = [origins[i] for i in indexes] if origins is not None else None
             prepared = plan.prepare([changes[i] for i in indexes], exact=trusted, origins=sources)
             rows = list(prepared.rows)
-            self._check_keys(rows, tuple(range(len(plan.names))) if kind else self._rules.key, sources)
+            key = tuple(range(len(plan.names))) if kind else self._rules.key
+            plan.refuse_keyless(rows, key, sources, without=_NO_KEY)
             parts.append(Prepared(rows, prepared.is_binary))
         kept, deleted = (iter(part.rows) for part in parts)
         merged: list[Row] = [Tombstone(next(deleted)) if found else next(kept) for found in is_tombstone]
         return merged, all(part.is_binary for part in parts)
-
-    def _check_keys(self, rows: Sequence[Row], positions: Sequence[int], origins: Sequence[Message] | None) -> None:
-        """Refuse a key without a value: it would belong to no row, and come again as another one."""
-        for name, position in zip(self._key.names, positions, strict=True):
-            values = [row[position] for row in rows]
-            for lacking in (None, MISSING, UNAVAILABLE):
-                if lacking in values:
-                    index = values.index(lacking)
-                    raise BadRow("the key has no value", message=origin(origins, index), row=index, column=name)

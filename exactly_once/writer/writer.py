@@ -224,7 +224,7 @@ class TableWriter:
             else:
                 prepared = plan.prepare(list(rows), exact=exact, origins=origins)
             first_wins = self._conflict.key if self.mode == "insert-ignore" else None
-            for part, some in plan.by_columns(prepared, first_wins=first_wins):
+            for part, some in plan.by_columns(prepared, first_wins=first_wins, origins=origins):
                 if self.mode == "append" and plan.table.can_copy:
                     written += append(connection, part, *part.encode(some))
                 else:

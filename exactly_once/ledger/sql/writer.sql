@@ -173,8 +173,9 @@ DROP TABLE pg_temp.exactly_once_stage
 INSERT INTO {table} AS t ({columns}) OVERRIDING SYSTEM VALUE SELECT {values} FROM {source} AS s {order} {conflict}
 
 -- name: rank_rows
--- Number keys, and what says which row is newer, by the order and the collation of the table's columns.
-SELECT dense_rank() OVER (ORDER BY {keys}), CASE WHEN {age} IS NOT NULL THEN dense_rank() OVER (ORDER BY {age}) END
+-- Number keys, and what says which row is newer, by the order and the collation of the table's columns. A composite value
+-- of which a part is null is not null, but neither is it IS NOT NULL.
+SELECT dense_rank() OVER (ORDER BY {keys}), CASE WHEN {age} IS DISTINCT FROM NULL THEN dense_rank() OVER (ORDER BY {age}) END
 FROM (
     SELECT {names}, 0::bigint AS ordinal FROM {table} AS t WHERE false
     UNION ALL
