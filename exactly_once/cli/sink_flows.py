@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import difflib
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Annotated, Any, Literal, TypeVar, get_args
 
@@ -339,9 +339,15 @@ def _checked(kind: type[T], given: Mapping[str, Any], where: str) -> T:
         choices = ""
         if "Invalid enum value" in said:
             (one,) = [f.type for f in msgspec.inspect.type_info(kind).fields if f.name == key]  # type: ignore[attr-defined]
-            values = (value for each in (one, *getattr(one, "types", ())) for value in getattr(each, "values", ()))
-            choices = f"; choose one of {', '.join(sorted(map(str, values)))}"
+            choices = f"; choose one of {', '.join(sorted(map(str, _choices(one))))}"
         raise UsageError(f"{where}: {path or 'it'}{option}: {said.replace('`', '')}{choices}") from None
+
+
+def _choices(kind: msgspec.inspect.Type) -> Iterator[object]:
+    """Give the values of the enumerations in a type, also those of a mapping's values."""
+    yield from getattr(kind, "values", ())
+    for each in (*getattr(kind, "types", ()), *filter(None, [getattr(kind, "value_type", None)])):
+        yield from _choices(each)
 
 
 def _texts(given: _Scalar | tuple[_Scalar, ...]) -> list[str]:

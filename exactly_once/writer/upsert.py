@@ -14,6 +14,7 @@ from .changes import (
     UNAVAILABLE,
     Marks,
     Merge,
+    Missing,
     Row,
     Rules,
     Tombstone,
@@ -86,10 +87,10 @@ class Upsert:
         written = 0
         # What changes are compared by: their values, or their ranks where only Postgres can tell.
         marks = Marks(range(len(looked_at)), [None] * len(looked_at))
+        newest_by = self._rules.newest_by
+        stored = [c for c in looked_at if type(c) is not Tombstone]
         if len(looked_at) > 1:
-            stored = [c for c in looked_at if type(c) is not Tombstone]
             deletes = [c for c in looked_at if type(c) is Tombstone]
-            newest_by = self._rules.newest_by
             is_known = all(
                 self._key.is_comparable(i, [*(c[p] for c in stored), *(c[i] for c in deletes)])
                 for i, p in enumerate(self._rules.key)
@@ -100,12 +101,14 @@ class Upsert:
                 marks = marks_of(looked_at, self._rules)
             else:
                 marks = rank(connection, self._plan, looked_at, self._rules, is_binary=is_binary)
+        is_age_unknown = newest_by is not None and any(isinstance(c[newest_by], Missing) for c in stored)
         # Each is a statement, or a delete and one.
         parts: Sequence[Sequence[int]] = [range(len(looked_at))]
         if self._plan.table.keeps_order or self._sends_each:
             parts = runs(looked_at, marks.keys)
-        elif self._conflict.add or (self._rules.keeps_missing and self._rules.newest_by is not None):
-            # Such changes cannot be made one, as a sum takes each row: a statement for each time that a key comes.
+        elif self._conflict.add or (self._rules.keeps_missing and newest_by is not None) or is_age_unknown:
+            # Such changes cannot be made one, as a sum takes each row, and only the table knows its default: a
+            # statement for each time that a key comes.
             parts = rounds(marks.keys)
         for part in parts:
             is_all = len(parts) == 1

@@ -47,6 +47,7 @@ def flows_of(text: str, *given: str) -> list[Flow]:
         ('on_tombstone = "ignore"', "choose one of delete, refuse, skip"),
         ('mode = "replace"', "choose one of append, insert-ignore, upsert"),
         ('missing = "nul"', "choose one of default, keep, null"),
+        ('binary = { v = "b64" }', "choose one of base64, hex"),
         ('format = "debezum"', "choose one of canal, cloudevents, connect, csv, debezium, json, maxwell, msgpack, raw"),
         ('metadata = { o = "offest" }', "there is no offest; there are topic, partition, "),
         ('metadata = { o = "header:" }', "there is no header:; there are topic, "),

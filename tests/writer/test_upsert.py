@@ -25,7 +25,7 @@ changes = st.one_of(
     keys.map(Tombstone),
 )
 changes_with_gaps = st.one_of(
-    st.tuples(keys, numbers, numbers | st.just(MISSING), numbers | st.just(MISSING)).map(lambda c: (*c[0], *c[1:])),
+    st.tuples(keys, *[numbers | st.just(MISSING)] * 3).map(lambda c: (*c[0], *c[1:])),
     keys.map(Tombstone),
 )
 
@@ -38,6 +38,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "fields may be missing, the newer one": {"missing": "keep", "newest_by": "version"},
     "fields may be missing, only one is updated": {"missing": "keep", "update": ["x"]},
     "missing fields are defaults": {"missing": "default"},
+    "missing fields are defaults, the newer one": {"missing": "default", "newest_by": "version"},
     "one is added to": {"add": ["x"]},
     "one is added to, fields may be missing": {"add": ["x"], "missing": "keep"},
     "one is added to, the newer one": {"add": ["x"], "newest_by": "version"},
@@ -69,8 +70,8 @@ def stored_after(
 ) -> list[Any]:
     connection.rollback()
     connection.execute(
-        "CREATE TEMP TABLE changed (id int, part text, version int, x int DEFAULT 7, y int, other text DEFAULT 'd',"
-        " PRIMARY KEY (id, part)) ON COMMIT DROP"
+        "CREATE TEMP TABLE changed (id int, part text, version int DEFAULT 1, x int DEFAULT 7, y int,"
+        " other text DEFAULT 'd', PRIMARY KEY (id, part)) ON COMMIT DROP"
     )
     # Rows that are there already, so that what a change leaves can be seen.
     there = "SELECT id, part, 1, 9, 9, 'old' FROM generate_series(0, 1) AS id, (VALUES ('a'), ('b')) AS p(part)"
