@@ -388,7 +388,7 @@ def row_missing(group_id: str, schema: str, partition: Partition) -> LedgerRowMi
         f"the ledger has no row of {partition} for group {group_id!r}, and has had one or has others of the topic: it "
         "was deleted, a failover lost it, or a policy of row-level security hides it from this role. One that a "
         "failover lost is made again; if it stays away, restore it, or give it an offset with: "
-        f" {reset_command(group_id, schema, partition)}"
+        f"{reset_command(group_id, schema, partition)}"
     )
 
 

@@ -308,7 +308,7 @@ WRITING = (
         (
             "stored-null",
             "a stored row without a version is never overwritten",
-            '" WHERE t.{0} IS NULL OR EXCLUDED.{0} {1} t.{0}"',
+            '" WHERE t.{0} IS NOT DISTINCT FROM NULL OR EXCLUDED.{0} {1} t.{0}"',
             '" WHERE EXCLUDED.{0} {1} t.{0}"',
         ),
         (
