@@ -41,7 +41,8 @@ stay until somebody replays or drops them. Of all groups, unless --group-id is g
 _REPLAY = """\
 Call a handler with dead letters in the order of the log, each in one transaction with its mark: a crash
 leaves a dead letter replayed with its effects, or dead without them. One that fails again stays dead; the rest
-goes on, and the command exits with 1. Where the server fails, and not the letter, it ends. A dry run unless --execute is given."""
+goes on, and the command exits with 1. Where the server fails, and not the letter, it ends. A dry run unless
+--execute is given."""
 _HEADER = ("ID", "GROUP", "PARTITION", "OFFSET", "KEY", "DEAD SINCE", "TRIES", "STATUS", "ERROR")
 _GIVE = tuple(map(_HEADER.index, ("ERROR", "GROUP", "PARTITION", "KEY")))
 _SHOWN_CHARACTERS = 60  # of an error or a key: the table is for finding a letter, `show` for reading it
