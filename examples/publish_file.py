@@ -34,14 +34,13 @@ def lines(path: Path, start: int, end: int | None = None) -> Iterator[tuple[int,
 
 
 def name_of(path: Path) -> str:
-    """Return the name under which the lines of this very file are numbered: its place, inode and first line.
+    """Return the name under which the lines of this very file are numbered: its place and inode.
 
-    A file of the same name in another directory, or one that took its place, has other numbers.
+    A file of the same name in another directory, or one that took its place, has other numbers; if it has got the
+    inode of a file that was deleted, its lines are others than those noted, and it is refused.
     """
-    with path.open("rb") as file:
-        status, first = os.fstat(file.fileno()), file.readline()
-    place = f"{path}:{status.st_ino}:".encode()
-    return f"{path.name}-{blake2b(place + first, digest_size=16).hexdigest()}"
+    place = f"{path}:{path.stat().st_ino}".encode()
+    return f"{path.name}-{blake2b(place, digest_size=16).hexdigest()}"
 
 
 def whole_lines(path: Path, name: str) -> int:

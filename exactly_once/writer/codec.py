@@ -65,16 +65,17 @@ def record(values: Sequence[Any]) -> str:
     return "(" + ",".join(map(_part, values)) + ")"
 
 
-def _array(values: Sequence[Any]) -> str:
+def array_text(values: Sequence[Any], delimiter: str = ",") -> str:
+    """Write an array, of which a list within is a dimension."""
     parts = []
     for value in values:
-        text = _array(value) if isinstance(value, list) else literal(value)
+        text = array_text(value, delimiter) if isinstance(value, list) else literal(value)
         if text is None:
             text = "NULL"
         elif not isinstance(value, list):
             text = f'"{text}"' if text.upper() == "NULL" else _quoted(text, doubled="\\")
         parts.append(text)
-    return "{" + ",".join(parts) + "}"
+    return "{" + delimiter.join(parts) + "}"
 
 
 def _quoted(text: str, *, doubled: str) -> str:
@@ -116,7 +117,7 @@ _WRITERS: dict[type, Callable[[Any], str]] = {
     # Each with its sign: with IntervalStyle sql_standard the first one's would else be that of all.
     timedelta: lambda value: f"{value.days:+d} days {value.seconds:+d} seconds {value.microseconds:+d} microseconds",
     UUID: str,
-    list: _array,
+    list: array_text,
     tuple: record,
     dict: json_text,
     Range: _range,

@@ -11,7 +11,7 @@ from psycopg.types.multirange import Multirange
 from psycopg.types.range import Range
 
 from . import numbers, texts, times
-from .codec import BYTEA, Codec, Naive, as_literal, by_text, named, record, refuse
+from .codec import BYTEA, Codec, Naive, array_text, as_literal, by_text, named, record, refuse
 from .errors import cut
 from .literals import read_array, read_multirange, read_range, read_record
 from .table import Column
@@ -113,6 +113,7 @@ def _array(name: str | None, column: Column, element: Codec) -> Codec:
     is_json = element.wire == BYTEA and column.type_oid != BYTEA
     # Elements of a domain go as text: Postgres wants their own type in the binary form; the driver dumps no bpchar.
     is_text = element.wire is None or is_json or column.is_domain or name_of(column.type_oid) in (None, "bpchar")
+    delimiter = ";" if name_of(column.type_oid) == "box" else ","  # Postgres' own, of no other type
 
     def parts(value: Any) -> Any:
         if isinstance(value, list) or (isinstance(value, tuple) and column.kind != "c"):  # else a record
@@ -136,8 +137,8 @@ def _array(name: str | None, column: Column, element: Codec) -> Codec:
         if 0 in (dimensions := _dimensions(converted, value)):
             converted = []  # Postgres knows but one empty array
         if subscripts and converted:
-            return subscripts + as_literal(converted)
-        return as_literal(converted) if is_text or not is_dumpable(converted, len(dimensions)) else converted
+            return subscripts + array_text(converted, delimiter)
+        return array_text(converted, delimiter) if is_text or not is_dumpable(converted, len(dimensions)) else converted
 
     def is_dumpable(value: Any, depth: int) -> bool:
         if depth:
