@@ -246,13 +246,15 @@ class StartOffsets:
             rewound.add(partition)
         return rewound.intersection(partitions)
 
-    def recheck(self, partition: Partition, topic_id: str | None, found: Topic) -> None:
+    def recheck(self, partition: Partition, topic_id: str | None, found: Topic, *, stands_at: int = 0) -> None:
         """Compare the id of a partition's topic, asked for again, with the one that it was started with.
+
+        Without ``stands_at``, the ledger's offset, the caller tells what may have been applied of another topic.
 
         :raises TopicRecreated: when it is another topic by now.
         """
         if None not in (found.topic_id, topic_id) and topic_id != found.topic_id:
-            raise self._recreated(partition, topic_id, found.topic_id)
+            raise self._recreated(partition, topic_id, found.topic_id, stands_at=stands_at)
 
     def _is_adopted(self, topic: str) -> bool:
         """Tell whether the offsets that Kafka holds are where to go on from; refuse them where nobody has said so."""
@@ -313,7 +315,8 @@ class StartOffsets:
                 + self._command("adopt", row.partition.topic, "--keep-offsets")
                 + ", and with others --to-committed, --to-time or --to-earliest in its place"
             )
-        self.recheck(row.partition, row.topic_id, self.topics[row.partition.topic])
+        topic = self.topics[row.partition.topic]
+        self.recheck(row.partition, row.topic_id, topic, stands_at=row.next_offset or 0)
         if row.topic_id is None and topic_id is not None:
             assert row.owner_token is not None
             self._ledger.identify({row.partition: row.owner_token}, topic_id, cluster_id=cluster_id)
@@ -362,10 +365,16 @@ class StartOffsets:
         ours = self._ledger.start(started)
         return [row for row in started if row.partition in ours]
 
-    def _recreated(self, partition: Partition, stored: str | None, found: str | None) -> errors.TopicRecreated:
+    def _recreated(
+        self, partition: Partition, stored: str | None, found: str | None, *, stands_at: int = 0
+    ) -> errors.TopicRecreated:
+        applied = (
+            f" If a worker was reading then, messages of the new one below offset {stands_at}, where the ledger "
+            "stands, may have been applied, and would be again."
+        )
         return errors.TopicRecreated(
             f"{partition} of group {self._group_id!r}: the ledger belongs to topic id {stored}, the topic of that name "
-            f"now has id {found}: it was deleted and made again. To read the new one: "
+            f"now has id {found}: it was deleted and made again.{applied if stands_at else ''} To read the new one: "
             + self._command("adopt", partition.topic, "--to-earliest")
         )
 
