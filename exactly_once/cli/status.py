@@ -402,7 +402,10 @@ def beside_logs(
         elif None not in (row.topic_id, topic.topic_id) and row.topic_id != topic.topic_id:
             log = None
             adopt = command("adopt", row.group_id, schema, *topic_of, "--to-earliest")
-            problem = f"the topic was deleted and made again; to read the new one: {adopt}"
+            problem = "the topic was deleted and made again; "
+            if row.next_offset:
+                problem += f"a worker that was reading may have applied of the new one what is below {row.next_offset}; "
+            problem += f"to read the new one: {adopt}"
         elif row.next_offset is not None and row.next_offset < log.start:
             problem = f"below the log start {log.start}; choose where to go on: {_reset(row, schema)}"
         elif row.next_offset is not None and row.next_offset > log.end:
