@@ -404,7 +404,7 @@ def beside_logs(
             adopt = command("adopt", row.group_id, schema, *topic_of, "--to-earliest")
             problem = "the topic was deleted and made again; "
             if row.next_offset:
-                problem += f"a worker that was reading may have applied of the new one what is below {row.next_offset}; "
+                problem += f"what is below offset {row.next_offset} of the new one may have been applied; "
             problem += f"to read the new one: {adopt}"
         elif row.next_offset is not None and row.next_offset < log.start:
             problem = f"below the log start {log.start}; choose where to go on: {_reset(row, schema)}"
